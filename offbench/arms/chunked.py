@@ -1,0 +1,25 @@
+"""chunked: state moves by chunks through staging slots, both directions and the update at once (prime-rl#4008).
+
+First step: `whole` is what prime-rl#4008 did; `bounded` is prime-rl#4154.
+"""
+
+from __future__ import annotations
+
+from offbench.arms.arm import Arm
+from offbench.config import GIB
+from offbench.offload.schedule import Schedule
+
+ARM = Arm(
+    name="chunked",
+    moves="chunks in, updated, out",
+    when="in step(), both directions at once",
+    memory="`slots` chunks during step()",
+    schedule=lambda spec: Schedule(
+        "chunked",
+        offloaded=True,
+        chunk_bytes=spec.chunk_bytes or GIB,
+        slots=spec.slots or 2,
+        first_step=spec.first_step or "bounded",
+    ),
+    defaults={"chunk_bytes": GIB, "slots": 2, "first_step": "bounded"},
+)

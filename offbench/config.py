@@ -1,0 +1,118 @@
+"""What one launch runs, as frozen values: Workload, ArmSpec, Window, Mode, and RunSpec over them.
+
+A RunSpec is complete: every default is resolved before it is built, so its hash (`run_id`) names the run.
+Sizes are bytes, times are seconds. No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+class Frozen(BaseModel):
+    """Base of the specs: immutable, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Workload(Frozen):
+    """The training job whose step is measured; equal for all arms of one comparison."""
+
+    model: str = "qwen3-30b-a3b"
+    """Name in `offbench.workload.presets`."""
+    layers: int = Field(default=48, ge=1)
+    seq_len: int = Field(default=16384, ge=1)
+    """Tokens per sample."""
+    micro_batch: int = Field(default=1, ge=1)
+    """Samples per rank and forward."""
+    grad_accum: int = Field(default=1, ge=1)
+    """Forward + backward passes per optimizer step."""
+    ep: int = Field(default=1, ge=1)
+    """Expert-parallel degree; divides the world size and the number of experts."""
+    ac: Literal["full", "none"] = "full"
+    """Activation checkpointing of each block."""
+    compile: bool = True
+    activation_offload: bool = False
+    """Saved block inputs go to pinned host memory over the same link."""
+    routing: Literal["balanced", "natural"] = "balanced"
+    """balanced: every expert gets the same number of tokens; natural: the router's own top-k."""
+    adamw: Literal["fused", "foreach"] = "fused"
+    """torch AdamW implementation, the same in every arm."""
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_norm: float | None = 1.0
+    """Global gradient-norm clip; None: no clipping."""
+    seed: int = 0
+
+
+class ArmSpec(Frozen):
+    """Where optimizer state lives and how it moves; see `offbench arms`."""
+
+    name: str = "none"
+    numa: bool = False
+    """Bind each rank to its GPU's NUMA node before anything is pinned."""
+    chunk_bytes: int | None = Field(default=None, ge=4096)
+    """Largest chunk of state moved at once; a larger parameter is a chunk alone. This and every field below
+    is null in arms that do not use it (`Arm.resolve` in `offbench.arms` fills in the arm's defaults)."""
+    slots: int | None = Field(default=None, ge=1)
+    """Neighbouring chunks that fit into the staging arena at the same time."""
+    lead: int | None = Field(default=None, ge=1)
+    """Chunks queued by step() itself."""
+    ahead: int | None = Field(default=None, ge=0)
+    """Chunks kept queued in front of the forward."""
+    first_step: Literal["bounded", "whole"] | None = None
+    """bounded: state moves by chunks from the first step on; whole: the first step holds all of it on the GPU."""
+
+
+class Window(Frozen):
+    """Which steps are measured: `warmup` steps are discarded, then `steps` are timed."""
+
+    warmup: int = Field(default=5, ge=1)
+    steps: int = Field(default=15, ge=1)
+
+
+class Mode(Frozen):
+    """On what the job runs."""
+
+    kind: Literal["real", "rehearsal"] = "real"
+    """rehearsal: each process stands in for one rank of a larger job (see `offbench.workload.rehearsal`)."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    world: int = Field(default=8, ge=1)
+    """Ranks of the job."""
+    nproc: int = Field(default=8, ge=1)
+    """Processes on this host; equal to `world` unless rehearsed."""
+    emulate_link: float | None = Field(default=None, gt=0)
+    """Both-ways copy rate to imitate by repeating copies, bytes/s; None: the native link."""
+
+
+class RunSpec(Frozen):
+    """One launch, fully resolved."""
+
+    workload: Workload = Workload()
+    arm: ArmSpec = ArmSpec()
+    window: Window = Window()
+    mode: Mode = Mode()
+
+    def canonical(self) -> str:
+        """The spec as JSON with sorted keys and no spaces."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def run_id(self) -> str:
+        """16 hex digits that name this spec."""
+        return hashlib.sha256(self.canonical().encode()).hexdigest()[:16]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all ranks in one optimizer step."""
+        w = self.workload
+        return w.seq_len * w.micro_batch * w.grad_accum * self.mode.world

@@ -1,0 +1,221 @@
+"""The engine executes a Schedule: move a chunk in, update it, move it out, in the schedule's order.
+
+Note [Who waits for whom]
+    stream   waits for           because (see `streams.Why`)
+    in       compute             the staging arena is compute-stream memory                    ARENA_READY
+    in       out                 an earlier chunk of this step held these staging bytes        SLOT_FREE
+    in       out                 the previous step may still be writing these host bytes       HOST_CURRENT
+    update   in                  the chunk's state must be on the device                       LOADED
+    out      update              only updated state may be written back                        UPDATED
+    reader   update              a layer is gathered after its last chunk's update             READ
+    compute  out                 the arena returns to compute only when written back           WRITTEN_BACK
+
+A deferred update needs no wait of its own for the gradients: ARENA_READY is recorded after clipping, and LOADED
+follows it. Updates of a synchronous schedule run on the compute stream itself, so READ orders nothing new there.
+HOST_CURRENT binds only deferred schedules: the others end each step with WRITTEN_BACK.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offbench.offload.chunks import Chunk, Staging, plan_staging
+from offbench.offload.copies import Copier, Direction, Ledger
+from offbench.offload.hoststore import HostStore
+from offbench.offload.schedule import Schedule
+from offbench.offload.streams import Event, Stream, Streams, Why
+
+
+@dataclass
+class Work:
+    """One chunk's update as captured by step(): later changes of the optimizer cannot reach it."""
+
+    chunk: Chunk
+    update: Callable[[torch.Tensor], None]
+    """Runs AdamW on the chunk's parameters; its argument is the staged state, uint8 [chunk.nbytes]."""
+    gradients: list[torch.Tensor]
+    """Kept alive until the update has run."""
+    parameters: list[torch.Tensor]
+
+
+@dataclass
+class _Step:
+    """What one optimizer step still owes."""
+
+    waiting: deque[Work]
+    arena: torch.Tensor
+    ready: Event
+    """Passed when compute has clipped the gradients and is done with the arena's memory."""
+    out: dict[int, Event]
+    """Write-back events of this step, by chunk."""
+
+
+class Engine:
+    """Moves the chunks of one optimizer between `store` and a staging arena on the device.
+
+    Only one step can have work left: the next step() first queues whatever the forward never asked for.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        store: HostStore,
+        schedule: Schedule,
+        streams: Streams,
+        copier: Copier,
+    ) -> None:
+        self.chunks = chunks
+        self.schedule = schedule
+        self.ledger = Ledger()
+        self.staging_peak = 0
+        """Largest arena held so far, bytes."""
+        self._store = store
+        self._streams = streams
+        self._copier = copier
+        self._staging = plan_staging(chunks, schedule.slots)
+        self._whole = plan_staging(chunks, None)
+        self._whole_first = schedule.first_step == "whole"
+        self._step: _Step | None = None
+        self._updated: dict[int, Event] = {}
+        self._written_back: dict[int, Event] = {}
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the staging arena of a steady step."""
+        return self._staging.nbytes
+
+    def step(self, works: Sequence[Work]) -> None:
+        """Queue one optimizer step. Synchronous schedules return when it is done, deferred ones after `lead`
+        chunks."""
+        self.queue_all()
+        if not works:
+            return
+        if self._whole_first or not self.schedule.copy_streams:
+            self._whole_first = False
+            self._in_turn(works)
+            return
+        self._begin(works)
+        if self.schedule.deferred:
+            self._queue(self.schedule.lead)
+        else:
+            self._queue(len(works))
+            self._streams.compute().record().synchronize()
+
+    def before_read(self, chunks: Sequence[int]) -> list[Event]:
+        """Called when the parameters of these chunks are about to be read: queue their updates and `ahead` more.
+
+        Returns the events the reader must wait for.
+        """
+        if self._step is not None:
+            last = max(chunks) + self.schedule.ahead
+            self._queue(sum(1 for work in self._step.waiting if work.chunk.index <= last))
+        return [self._updated[chunk] for chunk in chunks if chunk in self._updated]
+
+    def queue_all(self) -> None:
+        """Queue every update the forward has not asked for."""
+        if self._step is not None:
+            self._queue(len(self._step.waiting))
+
+    def drain(self) -> None:
+        """Return when nothing is queued or in flight: parameters and host state are those of the last step."""
+        self.queue_all()
+        for event in (*self._updated.values(), *self._written_back.values()):
+            event.synchronize()
+
+    def _in_turn(self, works: Sequence[Work]) -> None:
+        """Everything in, everything updated, everything out, on the compute stream."""
+        compute = self._streams.compute()
+        arena = self._allocate(self._whole)
+        begin = compute.record()
+        staged = [_slice(arena, self._whole, work.chunk) for work in works]
+        for work, state in zip(works, staged, strict=True):
+            self._copy(compute, "in", state, self._store.chunk(work.chunk.index))
+        for work, state in zip(works, staged, strict=True):
+            self._update(compute, work, state)
+        for work, state in zip(works, staged, strict=True):
+            self._copy(compute, "out", self._store.chunk(work.chunk.index), state)
+        end = compute.record()
+        self.ledger.held(self._whole.nbytes, begin, end)
+        self._streams.release([arena], used_by=())
+        end.synchronize()
+
+    def _begin(self, works: Sequence[Work]) -> None:
+        arena = self._allocate(self._staging)
+        ready = self._streams.compute().record()
+        self._streams.side("in").wait(ready, Why.ARENA_READY)
+        self._step = _Step(deque(works), arena, ready, {})
+
+    def _queue(self, count: int) -> None:
+        """Queue the next `count` chunks, if there are as many; give the arena back after the last one."""
+        step = self._step
+        if step is None or count <= 0:
+            return
+        for _ in range(min(count, len(step.waiting))):
+            self._queue_chunk(step, step.waiting.popleft())
+        if step.waiting:
+            return
+        end = self._written_back[max(step.out)]
+        self.ledger.held(self._staging.nbytes, step.ready, end)
+        if self.schedule.deferred:
+            self._streams.release([step.arena], used_by=[self._streams.side("out")])
+        else:
+            self._streams.compute().wait(end, Why.WRITTEN_BACK)
+            self._streams.release([step.arena], used_by=())
+        self._step = None
+
+    def _queue_chunk(self, step: _Step, work: Work) -> None:
+        index, deferred = work.chunk.index, self.schedule.deferred
+        moves_in, moves_out = self._streams.side("in"), self._streams.side("out")
+        updates = self._streams.side("update") if deferred else self._streams.compute()
+        host, staged = self._store.chunk(index), _slice(step.arena, self._staging, work.chunk)
+
+        displaced = [j for j in self._staging.displaced(self.chunks, index) if j in step.out]
+        if displaced:
+            moves_in.wait(step.out[displaced[-1]], Why.SLOT_FREE)
+        if deferred and index in self._written_back:
+            moves_in.wait(self._written_back[index], Why.HOST_CURRENT)
+        loaded = self._copy(moves_in, "in", staged, host)
+
+        updates.wait(loaded, Why.LOADED)
+        self._updated[index] = self._update(updates, work, staged)
+        if deferred:
+            # The gradients return to the allocator when the update has run, not when step() returns.
+            self._streams.release(work.gradients, used_by=[updates])
+
+        moves_out.wait(self._updated[index], Why.UPDATED)
+        step.out[index] = self._written_back[index] = self._copy(moves_out, "out", host, staged)
+
+    def _allocate(self, staging: Staging) -> torch.Tensor:
+        self.staging_peak = max(self.staging_peak, staging.nbytes)
+        return self._streams.allocate(staging.nbytes)
+
+    def _copy(self, stream: Stream, direction: Direction, target: torch.Tensor, source: torch.Tensor) -> Event:
+        def copy() -> None:
+            self._copier.copy(target, source)
+
+        access = self._streams.access
+        stream.run(copy, reads=[access(source)], writes=[access(target)])
+        end = stream.record()
+        self.ledger.copied(direction, target.numel(), end)
+        return end
+
+    def _update(self, stream: Stream, work: Work, staged: torch.Tensor) -> Event:
+        def update() -> None:
+            work.update(staged)
+
+        access = self._streams.access
+        stream.run(
+            update,
+            reads=[access(gradient) for gradient in work.gradients],
+            writes=[access(staged), *(access(parameter) for parameter in work.parameters)],
+        )
+        return stream.record()
+
+
+def _slice(arena: torch.Tensor, staging: Staging, chunk: Chunk) -> torch.Tensor:
+    start = staging.starts[chunk.index]
+    return arena[start : start + chunk.nbytes]

@@ -1,0 +1,108 @@
+"""The only file that touches FSDP2's internals: who reads which sharded parameter, and when.
+
+Note [Readers of a sharded parameter]
+    FSDP2 gathers a parameter group through `group.unshard()`, called by its own forward and backward hooks, by the
+    prefetch lists of other modules, and by users; a hook on the module would come after a prefetch. So both methods
+    are wrapped on the group *instance*, through which every caller goes:
+    - on a mesh of several ranks the copy into the all-gather buffer reads the parameter, on the stream that
+      `comm_ctx.get_all_gather_streams` names first: that stream waits, in `unshard`;
+    - on a mesh of one rank nothing is read before `wait_for_unshard`, on the current stream: it waits there.
+    `unshard` is also called when nothing is to be gathered; then nobody waits.
+
+Checked on torch 2.11 and 2.15, where `_fsdp_param_group` became the list `_fsdp_param_groups`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from offbench.offload.streams import Event, Streams, Why
+
+BeforeRead = Callable[[Sequence[int]], list[Event]]
+
+_GROUP = ("unshard", "wait_for_unshard", "fsdp_params", "mesh_info", "is_unsharded", "_all_gather_result")
+
+
+class UnknownFSDP(Exception):
+    """This torch's FSDP2 lacks a private part the overlap needs; the text names it."""
+
+
+def param_groups(model: nn.Module) -> list[Any]:
+    """FSDP2's parameter groups below `model`, the root's included, shared ones once.
+
+    Raises UnknownFSDP when they do not look as they do in the versions this file was checked on.
+    """
+    groups: dict[Any, None] = {}
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):
+            groups |= dict.fromkeys(state._fsdp_param_groups)
+        elif hasattr(state, "_fsdp_param_group"):
+            groups |= dict.fromkeys([state._fsdp_param_group] if state._fsdp_param_group else [])
+        else:
+            raise UnknownFSDP(f"torch {torch.__version__}: FSDPState has no parameter groups")
+    for group in groups:
+        missing = [name for name in _GROUP if not hasattr(group, name)]
+        if missing:
+            raise UnknownFSDP(f"torch {torch.__version__}: FSDPParamGroup has no {missing[0]}")
+    return list(groups)
+
+
+def managed_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that some FSDP2 group gathers. Raises UnknownFSDP."""
+    return {p.sharded_param for group in param_groups(model) for p in group.fsdp_params}
+
+
+def wait_before_reads(
+    model: nn.Module, chunk_of: Mapping[nn.Parameter, int], before_read: BeforeRead, streams: Streams
+) -> Callable[[], None]:
+    """Make every gather of a parameter wait until its chunk is updated. Returns a function that undoes it.
+
+    chunk_of: chunk index by sharded parameter. before_read: queues what is missing and returns the events to wait for.
+    """
+    undo = []
+    for group in param_groups(model):
+        chunks = sorted({chunk_of[p.sharded_param] for p in group.fsdp_params if p.sharded_param in chunk_of})
+        if chunks:
+            undo.append(_wrap(group, chunks, before_read, streams))
+
+    def restore() -> None:
+        for step in undo:
+            step()
+
+    return restore
+
+
+def _wrap(group: Any, chunks: Sequence[int], before_read: BeforeRead, streams: Streams) -> Callable[[], None]:
+    single = group.mesh_info.shard_mesh_size == 1
+    unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
+
+    def unshard_after_update(async_op: bool = False) -> Any:
+        if not single and group._all_gather_result is None and not group.is_unsharded:
+            reader = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
+            _wait_all(streams.foreign(reader), before_read(chunks))
+        return unshard(async_op)
+
+    def wait_after_update() -> Any:
+        if single and group._all_gather_result is not None:
+            _wait_all(streams.compute(), before_read(chunks))
+        return wait_for_unshard()
+
+    group.unshard, group.wait_for_unshard = unshard_after_update, wait_after_update
+
+    def undo() -> None:
+        del group.unshard, group.wait_for_unshard
+
+    return undo
+
+
+def _wait_all(stream: Any, events: Iterable[Event]) -> None:
+    for event in events:
+        stream.wait(event, Why.READ)

@@ -1,0 +1,50 @@
+"""The schedule is data: what moves, when, and in what order. The engine executes it, the planner simulates it.
+
+No torch here, so that the command line can describe every arm without loading it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from offbench.errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Order of the work `move a chunk in, update it, move it out` over one optimizer step.
+
+    Raises ScheduleError when the fields contradict each other.
+    """
+
+    name: str
+    offloaded: bool
+    """False: state stays on the device and nothing moves."""
+    chunk_bytes: int = 1 << 30
+    """Cap of one chunk's state; a larger parameter is a chunk alone."""
+    slots: int | None = 2
+    """Neighbouring chunks that fit into the staging arena at once; None: all of them."""
+    copy_streams: bool = True
+    """True: one stream per direction, so copies run both ways beside the updates; False: everything in turn on the
+    compute stream, first all moves in, then all updates, then all moves out."""
+    deferred: bool = False
+    """True: an update runs before its layer's next forward, on a stream of its own; False: inside step()."""
+    lead: int = 8
+    """Deferred: chunks queued by step() itself."""
+    ahead: int = 4
+    """Deferred: chunks kept queued in front of the forward."""
+    first_step: Literal["bounded", "whole"] = "bounded"
+    """whole: the first step stages all state on the device at once, as upstream did."""
+
+    def __post_init__(self) -> None:
+        if self.deferred and not self.copy_streams:
+            raise ScheduleError(f"{self.name}: deferred updates need copy streams")
+        if self.copy_streams and self.offloaded and self.slots is None:
+            raise ScheduleError(f"{self.name}: copy streams need a number of slots")
+        if self.deferred and self.lead < 1:
+            raise ScheduleError(f"{self.name}: step() must queue at least one chunk")
+
+    def whole_first_step(self) -> Schedule:
+        """The schedule of a first step that holds all state on the device at once."""
+        return Schedule(self.name, offloaded=True, chunk_bytes=self.chunk_bytes, slots=None, copy_streams=False)

@@ -1,0 +1,272 @@
+"""One launch, one record, one JSON line; appended as soon as the launch ends, read tolerantly.
+
+A record says what ran (`spec`), on what (`mode`, `env`), how it ended (`status`) and what was measured.
+A figure that was not measured is null, never zero. Sizes are bytes, times are seconds. No torch here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from offbench.config import RunSpec
+from offbench.errors import RecordError
+
+SCHEMA = 1
+
+Status = Literal["ok", "invalid", "oom", "timeout", "crash", "interrupted", "skipped"]
+Source = Literal["measured", "published", "simulated"]
+
+
+class Row(BaseModel):
+    """Base of the parts of a record: unknown keys of a newer schema are kept, not refused."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+class StepRow(Row):
+    """One step of the measured window; step_s and phases are maxima over ranks."""
+
+    step_s: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    """Global norm before clipping."""
+    clip_factor: float | None = None
+    """What the gradients were multiplied by: min(1, max_norm / (norm + 1e-6))."""
+
+
+class Phases(Row):
+    """Mean seconds of the window, on the compute stream, max over ranks."""
+
+    forward: float | None = None
+    backward: float | None = None
+    clip: float | None = None
+    step: float | None = None
+    """optimizer.step() as the compute stream sees it."""
+    host_in_step: float | None = None
+    """Host time spent inside optimizer.step()."""
+
+
+class Peak(Row):
+    """Largest over ranks. `first_step`: from the start to the end of step 1; `steady`: the measured window."""
+
+    first_step_allocated_bytes: int | None = None
+    first_step_reserved_bytes: int | None = None
+    steady_allocated_bytes: int | None = None
+    steady_reserved_bytes: int | None = None
+    run_bytes: int | None = None
+    """Over the whole run, as the author of a published row counts it; null in measured rows."""
+    device_used_bytes: int | None = None
+    """The device's own count (all processes), read in the window."""
+    state_at_backward_end_bytes: int | None = None
+    """Optimizer state on the GPU when backward ends."""
+    staging_bytes: int | None = None
+    """Largest staging arena held at any time."""
+
+
+class Moved(Row):
+    """What the engine moved in the window, per step and rank. Payload excludes repeats of an emulated link."""
+
+    in_bytes_per_step: float | None = None
+    out_bytes_per_step: float | None = None
+    planned_in_bytes_per_step: int | None = None
+    planned_out_bytes_per_step: int | None = None
+    copies_in_per_step: float | None = None
+    copies_out_per_step: float | None = None
+    copy_repeat: float | None = None
+    """Copies actually made per payload byte (1.0 on the native link)."""
+
+
+class Host(Row):
+    """Host side, per rank, max over ranks unless the name says otherwise."""
+
+    pinned_requested_bytes: int | None = None
+    pinned_locked_bytes: int | None = None
+    pin_s: float | None = None
+    rss_bytes: int | None = None
+    numa: str | None = None
+    """What --numa did: `node K`, `not applicable`, `refused: why`, or null when not asked for."""
+    estimated_gpu_bytes: int | None = None
+    estimated_host_bytes: int | None = None
+
+
+class Link(Row):
+    """Copy rates reached in this launch, bytes/s, repeats excluded; worst rank."""
+
+    in_bytes_per_s: float | None = None
+    out_bytes_per_s: float | None = None
+    both_bytes_per_s: float | None = None
+    """Both directions at once, summed."""
+
+
+class Floor(Row):
+    """Least seconds the copies of one step can take."""
+
+    seconds: float | None = None
+    bound_by: str | None = None
+
+
+class StateAt(Row):
+    """Bytes of optimizer state by place after a drained step, this rank."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+class Failure(Row):
+    """The first rank that failed by itself, not because a peer went away."""
+
+    rank: int | None = None
+    type: str | None = None
+    message: str | None = None
+    phase: str | None = None
+    stack: str | None = None
+    log: str | None = None
+    """Folder of the per-rank logs."""
+    stacks: dict[str, str] | None = None
+    """On a timeout: each rank's stacks as a sampler saw them."""
+
+
+class RunRecord(Row):
+    """One launch. The fields below are the schema; see each part for units."""
+
+    schema_version: int = SCHEMA
+    run_id: str
+    launch: int = 1
+    """Which repeat of this spec, from 1."""
+    order: int = 0
+    """Position in the interleaved plan, from 0."""
+    started_at: str | None = None
+    """UTC, ISO 8601."""
+    duration_s: float | None = None
+    """Wall time of the launch, start-up included."""
+    source: Source = "measured"
+    reference: str | None = None
+    """Where a published or simulated row comes from."""
+    label: str | None = None
+    """Row name in a published table, where the arm's name does not say it."""
+    status: Status
+    reason: str | None = None
+    phase: str | None = None
+    """What the launch was doing when it ended badly."""
+    spec: RunSpec
+    step_s: float | None = None
+    """Compute-stream time from before the first to after the last window step / steps, max over ranks."""
+    median_step_s: float | None = None
+    last10_step_s: float | None = None
+    """Mean of the last 10 window steps (of all, when there are fewer)."""
+    drained_step_s: float | None = None
+    """As step_s, with nothing in flight at either end."""
+    tail_s: float | None = None
+    """Time the closing drain took after the last step's boundary."""
+    tok_s: float | None = None
+    """Tokens of all ranks per second, from step_s."""
+    tokens_per_step: int | None = None
+    mfu: float | None = None
+    """Model FLOPs of the step over step_s x peak bf16 FLOP/s of the device; null for unknown devices."""
+    steps: list[StepRow] = Field(default_factory=list)
+    first_step_s: float | None = None
+    phases_s: Phases = Phases()
+    peak: Peak = Peak()
+    moved: Moved = Moved()
+    state: StateAt = StateAt()
+    host: Host = Host()
+    link: Link = Link()
+    floor: Floor = Floor()
+    adamw: str | None = None
+    """AdamW implementation that really ran."""
+    params: int | None = None
+    """Parameters of the whole model."""
+    local_params: int | None = None
+    """Parameters this rank updates (largest over ranks)."""
+    chunks: int | None = None
+    expert_tokens_max_over_mean: float | None = None
+    checks: dict[str, str] = Field(default_factory=dict)
+    """Self-checks of the launch: name -> `ok` or what was seen."""
+    warnings: list[str] = Field(default_factory=list)
+    failure: Failure | None = None
+    env: dict[str, Any] = Field(default_factory=dict)
+    """Versions, hardware, clocks, limits and variables; see `offbench.environment`."""
+
+
+@dataclass(frozen=True)
+class ReadResult:
+    """Records of a file and a line for each part that could not be read."""
+
+    records: list[RunRecord]
+    problems: list[str]
+
+
+class ResultsFile:
+    """A JSONL file opened for append before the first launch; each append is locked and synced to disk.
+
+    Raises RecordError when the path cannot be created or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise RecordError(f"cannot write results to {path}: {error.strerror}; choose another --results") from error
+
+    def append(self, record: RunRecord) -> None:
+        """Write one line and wait until it is on disk. A torn last line of a killed writer is closed first."""
+        line = record.model_dump_json() + "\n"
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            size = os.fstat(self._fd).st_size
+            if size and os.pread(self._fd, 1, size - 1) != b"\n":
+                line = "\n" + line
+            data = line.encode()
+            while data:
+                data = data[os.write(self._fd, data) :]
+            os.fsync(self._fd)
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Close the file; append must not be called afterwards."""
+        os.close(self._fd)
+
+
+def read_records(paths: Iterable[Path]) -> ReadResult:
+    """Read every record of the files, keep order, name what could not be read.
+
+    Raises RecordError when a file does not exist or cannot be opened.
+    """
+    records: list[RunRecord] = []
+    problems: list[str] = []
+    for path in paths:
+        for number, line in _lines(path):
+            try:
+                record = RunRecord.model_validate_json(line)
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(str(part) for part in first["loc"]) or "line"
+                problems.append(f"{path}:{number}: {where}: {first['msg']}")
+                continue
+            if record.schema_version > SCHEMA:
+                problems.append(
+                    f"{path}:{number}: schema {record.schema_version} is newer than {SCHEMA}; upgrade offbench"
+                )
+                continue
+            records.append(record)
+    return ReadResult(records, problems)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror}") from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            yield number, line

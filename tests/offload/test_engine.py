@@ -1,0 +1,152 @@
+"""Every schedule against plain AdamW, bit for bit, under streams that do their worst; and every wait taken away."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from offbench.offload.adversary import AdversarialEvent, AdversarialStreams
+from offbench.offload.chunks import Staging
+from offbench.offload.schedule import Schedule
+from offbench.offload.streams import DeviceStreams, Why
+from tests.offload import trainer
+
+SCHEDULES = {
+    "main": Schedule("main", offloaded=True, chunk_bytes=trainer.CAP, slots=None, copy_streams=False),
+    "chunked": Schedule("chunked", offloaded=True, chunk_bytes=trainer.CAP, slots=2),
+    "chunked, whole first step": Schedule(
+        "chunked", offloaded=True, chunk_bytes=trainer.CAP, slots=2, first_step="whole"
+    ),
+    "overlap": Schedule("overlap", offloaded=True, chunk_bytes=trainer.CAP, slots=2, deferred=True, lead=3, ahead=1),
+    "overlap, one slot": Schedule(
+        "overlap", offloaded=True, chunk_bytes=trainer.CAP, slots=1, deferred=True, lead=1, ahead=0
+    ),
+    "overlap, all slots": Schedule(
+        "overlap", offloaded=True, chunk_bytes=trainer.CAP, slots=99, deferred=True, lead=3, ahead=1
+    ),
+    "overlap, whole first step": Schedule(
+        "overlap", offloaded=True, chunk_bytes=trainer.CAP, slots=3, deferred=True, lead=99, first_step="whole"
+    ),
+}
+WAITS = {
+    "main": set(),
+    "chunked": {Why.ARENA_READY, Why.SLOT_FREE, Why.LOADED, Why.UPDATED, Why.WRITTEN_BACK, Why.READ},
+    "overlap": {Why.ARENA_READY, Why.SLOT_FREE, Why.HOST_CURRENT, Why.LOADED, Why.UPDATED, Why.READ},
+    "overlap, all slots": {Why.ARENA_READY, Why.HOST_CURRENT, Why.LOADED, Why.UPDATED, Why.READ},
+}
+# Where updates run on the compute stream a reader has nothing to wait for, and where few chunks fit, waiting for a
+# slot implies that the previous step's write-back is over.
+IMPLIED = {("chunked", Why.READ), ("overlap", Why.HOST_CURRENT)}
+NEEDED = [(name, why) for name in WAITS for why in sorted(WAITS[name]) if (name, why) not in IMPLIED]
+
+
+def worst() -> Iterator[dict[str, str]]:
+    """Each stream as late or as early as it can be."""
+    for paces in itertools.product(("lazy", "eager"), repeat=4):
+        yield dict(zip(("in", "update", "out", "compute"), paces, strict=True))
+
+
+@pytest.fixture(scope="module")
+def reference() -> trainer.Result:
+    return trainer.plain()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bitwise_whatever_the_streams_do(name: str, reference: trainer.Result) -> None:
+    for paces in worst():
+        streams = AdversarialStreams(paces)
+        assert trainer.run(SCHEDULES[name], streams).equals(reference), paces
+        assert streams.order.violations == []
+    for seed in range(8):
+        streams = AdversarialStreams(dict.fromkeys(("in", "update", "out", "compute"), "random"), seed=seed)
+        assert trainer.run(SCHEDULES[name], streams).equals(reference), seed
+        assert streams.order.violations == []
+
+
+def test_bitwise_on_the_cpu_device(reference: trainer.Result) -> None:
+    for schedule in SCHEDULES.values():
+        assert trainer.run(schedule, DeviceStreams(torch.device("cpu"))).equals(reference)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_the_engine_makes_exactly_these_waits(name: str) -> None:
+    streams = AdversarialStreams()
+    trainer.run(SCHEDULES[name], streams)
+    assert streams.waits == WAITS[name]
+
+
+@pytest.mark.parametrize(("name", "why"), NEEDED)
+def test_a_dropped_wait_changes_values(name: str, why: Why, reference: trainer.Result) -> None:
+    wrong = 0
+    for paces in worst():
+        streams = AdversarialStreams(paces, drop=why)
+        wrong += not trainer.run(SCHEDULES[name], streams).equals(reference)
+        assert streams.order.violations, f"the order checker missed the dropped wait ({paces})"
+    assert wrong, f"no pace of the streams shows that this wait is needed: {why}"
+
+
+class Stale:
+    """Gives each waiter the event of the previous such wait: an event of the wrong chunk."""
+
+    def __init__(self) -> None:
+        self.last: AdversarialEvent | None = None
+
+    def __call__(self, event: AdversarialEvent) -> AdversarialEvent:
+        previous, self.last = self.last, event
+        return previous or event
+
+
+@pytest.mark.parametrize(("name", "why"), [(n, w) for n, w in NEEDED if w not in (Why.ARENA_READY, Why.WRITTEN_BACK)])
+def test_an_event_of_another_chunk_changes_values(name: str, why: Why, reference: trainer.Result) -> None:
+    results = [
+        trainer.run(SCHEDULES[name], AdversarialStreams(paces, swap=(why, Stale()))).equals(reference)
+        for paces in worst()
+    ]
+    assert not all(results)
+
+
+@pytest.mark.parametrize("name", ["chunked", "overlap"])
+def test_a_stale_slot_changes_values(name: str, reference: trainer.Result) -> None:
+    def overlap_slots(engine) -> None:  # every chunk believes the start of the arena is its own and nobody is there
+        starts = tuple(0 for _ in engine._staging.starts)
+
+        class Blind(Staging):
+            def displaced(self, chunks, index) -> range:
+                return range(0)
+
+        engine._staging = Blind(engine._staging.nbytes, starts)
+
+    results = [
+        trainer.run(SCHEDULES[name], AdversarialStreams(paces), overlap_slots).equals(reference) for paces in worst()
+    ]
+    assert not all(results)
+
+
+def test_deferred_steps_queue_lead_then_stay_ahead() -> None:
+    schedule = dataclasses.replace(SCHEDULES["overlap"], lead=2, ahead=1)
+    queued = []
+
+    def watch(engine) -> None:
+        before_read = engine.before_read
+
+        def spy(chunks):
+            events = before_read(chunks)
+            queued.append((max(chunks), engine.ledger.in_copies))
+            return events
+
+        engine.before_read = spy
+
+    trainer.run(schedule, AdversarialStreams(), watch)
+    n = max(chunk for chunk, _ in queued) + 1
+    second_step = queued[n : 2 * n]  # the first forward reads before any step
+    assert second_step[0] == (0, 2)
+    assert second_step[2] == (2, 4)
+    assert second_step[-1] == (n - 1, n)
+
+
+def test_every_wait_is_shown_to_be_needed() -> None:
+    assert {why for _, why in NEEDED} == set(Why)

@@ -1,0 +1,49 @@
+"""Host slabs: exact size, stable addresses, zero at first."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from offbench.offload import hoststore
+from offbench.offload.hoststore import PAGE, HostStore
+
+
+def test_slabs_are_exact_and_chunks_do_not_share_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hoststore, "SLAB_BYTES", 8192)
+    sizes = [512, 4096, 2048, 12800, 512, 512]
+    store = HostStore(sizes)
+    assert store.requested_bytes == sum(sizes)
+    assert sum(nbytes for _, nbytes in store.addresses) <= sum(sizes) + PAGE * len(store.addresses)
+    assert len(store.addresses) == 3
+    for index, size in enumerate(sizes):
+        assert store.chunk(index).numel() == size
+        assert not store.chunk(index).any()
+        store.chunk(index).fill_(index + 1)
+    for index in range(len(sizes)):
+        assert bool((store.chunk(index) == index + 1).all())
+    assert all(address % PAGE == 0 for address, _ in store.addresses)
+    assert store.locked_bytes == 0
+
+
+def test_views_outlive_the_store() -> None:
+    store = HostStore([4096])
+    view = store.chunk(0)
+    view.fill_(7)
+    del store
+    gc.collect()
+    assert int(view.sum()) == 7 * 4096
+
+
+@pytest.mark.gpu
+def test_pages_are_pinned_and_released() -> None:
+    device = torch.device("cuda")
+    store = HostStore([64 << 20, 512], pin_for=device)
+    assert store.locked_bytes >= store.requested_bytes
+    assert store.locked_bytes <= store.requested_bytes * 1.02
+    assert store.chunk(0).is_pinned()
+    view = store.chunk(0)
+    store._finalizer()
+    assert not view.is_pinned()

@@ -1,0 +1,176 @@
+"""main, chunked and overlap against torch.optim.AdamW on FSDP2, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from offbench.offload import OffloadedAdamW, Schedule
+from offbench.offload.adversary import AdversarialStreams
+from offbench.offload.streams import Why
+from tests.offload import sharded
+from tests.ranks import on_ranks
+
+CPU = torch.device("cpu")
+ARMS = {
+    "none": {},
+    "main": {},
+    "chunked": {},
+    "chunked whole": {"first_step": "whole"},
+    "overlap": {"slots": 2, "lead": 2, "ahead": 1},
+    "overlap wide": {"slots": 8, "lead": 8, "ahead": 4},
+    "overlap whole": {"slots": 3, "lead": 1, "ahead": 0, "first_step": "whole"},
+}
+
+
+def reference(rank: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+    model = sharded.build(device)
+    optimizer = torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
+    sharded.train(model, optimizer, rank, device)
+    return sharded.snapshot(model, optimizer)
+
+
+def compare_all(rank: int) -> dict[str, list[str]]:
+    expected = reference(rank)
+    found = {}
+    for label, options in ARMS.items():
+        for in_, update, out in itertools.product(("lazy", "eager"), repeat=3):
+            streams = AdversarialStreams({"in": in_, "update": update, "out": out})
+            model = sharded.build(CPU, prefetch=out == "lazy")
+            optimizer = sharded.optimizer_of(label.split()[0], model, streams, **options)
+            sharded.train(model, optimizer, rank, CPU)
+            wrong = sharded.differences(expected, sharded.snapshot(model, optimizer))
+            found[f"{label} {in_} {update} {out}"] = wrong + streams.order.violations
+    return found
+
+
+def test_every_arm_equals_plain_adamw_on_two_ranks() -> None:
+    for result in on_ranks(2, compare_all):
+        assert len(result) == 8 * len(ARMS)
+        assert {name: wrong for name, wrong in result.items() if wrong} == {}
+
+
+def dropped_reads(rank: int, world: int) -> int:
+    expected = reference(rank)
+    streams = AdversarialStreams({}, drop=Why.READ)
+    model = sharded.build(CPU)
+    optimizer = sharded.optimizer_of("overlap", model, streams, slots=2, lead=2, ahead=1)
+    sharded.train(model, optimizer, rank, CPU)
+    return len(sharded.differences(expected, sharded.snapshot(model, optimizer)))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gather_that_does_not_wait_changes_values(world: int) -> None:
+    """On one rank FSDP2 reads in wait_for_unshard, on two in unshard: both wrappers are needed."""
+    assert all(wrong > 0 for wrong in on_ranks(world, dropped_reads, world))
+
+
+def one_rank(rank: int) -> list[str]:
+    expected = reference(rank)
+    model = sharded.build(CPU)
+    optimizer = sharded.optimizer_of("overlap", model, AdversarialStreams({}), slots=2, lead=2, ahead=1)
+    sharded.train(model, optimizer, rank, CPU)
+    return sharded.differences(expected, sharded.snapshot(model, optimizer))
+
+
+def test_overlap_equals_plain_adamw_on_a_mesh_of_one() -> None:
+    assert on_ranks(1, one_rank) == [[]]
+
+
+def state_dicts(rank: int) -> dict[str, list[str]]:
+    """Train 3 steps, save while updates are pending, load into the other optimizer, train 3 more."""
+    expected = reference(rank)
+    found = {}
+    for source, target in (("overlap", "plain"), ("plain", "overlap"), ("overlap", "chunked"), ("none", "overlap")):
+        model = sharded.build(CPU)
+
+        def make(name: str, model: nn.Module = model) -> torch.optim.Optimizer:
+            if name == "plain":
+                return torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
+            return sharded.optimizer_of(name, model, AdversarialStreams({}))
+
+        first = make(source)
+        sharded.train(model, first, rank, CPU, steps=range(3))
+        saved = first.state_dict()
+        if isinstance(first, OffloadedAdamW):
+            first.detach()
+        second = make(target)
+        second.load_state_dict(saved)
+        sharded.train(model, second, rank, CPU, steps=range(3, 6))
+        found[f"{source} -> {target}"] = sharded.differences(expected, sharded.snapshot(model, second))
+    return found
+
+
+def test_state_dicts_go_both_ways() -> None:
+    for result in on_ranks(2, state_dicts):
+        assert {name: wrong for name, wrong in result.items() if wrong} == {}
+
+
+def model_state_dict(rank: int) -> list[str]:
+    expected = reference(rank)
+    model = sharded.build(CPU)
+    optimizer = sharded.optimizer_of("overlap", model, AdversarialStreams({}))
+    sharded.train(model, optimizer, rank, CPU)
+    saved = model.state_dict()  # nobody drained: the hook does
+    return [name for name, p in saved.items() if not torch.equal(p.to_local(), expected[f"p {name}"])]
+
+
+def test_a_model_state_dict_drains_first() -> None:
+    assert on_ranks(2, model_state_dict) == [[], []]
+
+
+def unmanaged(rank: int) -> tuple[str, bool, list[str]]:
+    import warnings
+
+    class WithExtra(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.block = sharded.Block()
+            self.scale = nn.Parameter(torch.ones(sharded.WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.block(x) * self.scale).square().mean()
+
+    def run(plain: bool) -> tuple[list[torch.Tensor], str, bool]:
+        model = WithExtra()
+        fully_shard(model.block)
+        text, synchronous = "", True
+        if plain:  # torch's fused AdamW refuses a list that mixes DTensors and tensors
+            parts = [model.block.parameters(), [model.scale]]
+            optimizers = [torch.optim.AdamW(part, **sharded.OPTIONS, fused=True) for part in parts]
+        else:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                schedule = Schedule("overlap", offloaded=True, chunk_bytes=1 << 20, deferred=True)
+                optimizer = OffloadedAdamW(model.parameters(), **sharded.OPTIONS, model=model, schedule=schedule)
+            optimizers = [optimizer]
+            text = "\n".join(str(w.message) for w in caught)
+            synchronous = not optimizer.schedule.deferred
+        for step in range(3):
+            torch.manual_seed(step)
+            model(torch.randn(4, sharded.WIDTH)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()], text, synchronous
+
+    expected, _, _ = run(plain=True)
+    found, text, synchronous = run(plain=False)
+    wrong = [
+        str(i)
+        for i, (a, b) in enumerate(zip(expected, found, strict=True))
+        if not torch.equal(getattr(a, "_local_tensor", a), getattr(b, "_local_tensor", b))
+    ]
+    return text, synchronous, wrong
+
+
+def test_a_parameter_fsdp_does_not_manage_warns_and_updates_synchronously() -> None:
+    for text, synchronous, wrong in on_ranks(2, unmanaged):
+        assert "scale" in text
+        assert synchronous
+        assert wrong == []
