@@ -101,6 +101,10 @@ class StepRecorder:
         """The stamp after the last ended step."""
         return self._boundaries[-1]
 
+    def phase_ends(self, phase: PhaseName) -> list[Stamp]:
+        """The stamps that end `phase` in the window, in order; under gradient accumulation several a step."""
+        return [stamp for marks in self._marks[self.warmup :] for name, stamp in marks if name == phase]
+
     def finished_step_s(self) -> float | None:
         """Seconds of the last step that is surely over, without a wait: for a progress display."""
         if self.done < 2:

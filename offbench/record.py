@@ -81,6 +81,8 @@ class Moved(Row):
     copies_out_per_step: float | None = None
     copy_repeat: float | None = None
     """Copies actually made per payload byte (1.0 on the native link)."""
+    copy_span_s: float | None = None
+    """From the staging memory's hand-over to the end of its last write-back, mean of the window's steps."""
 
 
 class Host(Row):
@@ -103,6 +105,8 @@ class Link(Row):
     out_bytes_per_s: float | None = None
     both_bytes_per_s: float | None = None
     """Both directions at once, summed."""
+    native_both_bytes_per_s: float | None = None
+    """The same without an emulated link's repeats."""
 
 
 class Floor(Row):
@@ -162,7 +166,7 @@ class RunRecord(Row):
     last10_step_s: float | None = None
     """Mean of the last 10 window steps (of all, when there are fewer)."""
     drained_step_s: float | None = None
-    """As step_s, with nothing in flight at either end."""
+    """From the window's first boundary to the end of the closing drain / steps: no copy is left out of it."""
     tail_s: float | None = None
     """Time the closing drain took after the last step's boundary."""
     tok_s: float | None = None

@@ -38,7 +38,7 @@ def test_the_real_model_gives_the_published_counts(cap_mib: int, count: int, lar
     chunks = plan_chunks(local_bytes(), cap_mib * MIB)
     sizes = [chunk.nbytes / MIB for chunk in chunks]
     assert len(chunks) == count
-    assert max(sizes) == pytest.approx(largest, abs=0.1)
+    assert max(sizes) == pytest.approx(largest, abs=0.3)
     assert min(sizes) == pytest.approx(smallest, abs=0.3)  # the router's 0.25 MiB may fall on either side
     assert sum(chunk.nbytes for chunk in chunks) == pytest.approx(3_816_515_328 * 8, rel=1e-4)
 

@@ -1,0 +1,192 @@
+"""The command line. Imports neither torch nor pydantic before a command runs, so `--help` answers at once.
+
+Exit codes: 0 all arms ok, 1 an arm failed, 2 bad input before anything started, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from offbench.errors import OffbenchError
+
+if TYPE_CHECKING:
+    from offbench.launcher import Launcher
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="offbench",
+    help="What keeping optimizer state in host memory costs, why, and how to make it cost nothing.",
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+CommandLineError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
+"""The parser's own error for bad usage; newer typers carry their own parser, so it is reached through typer."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code; every expected error is one line on stderr."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        return app(args=given or ["--help"], prog_name="offbench", standalone_mode=False) or 0
+    except CommandLineError as error:
+        return _refuse(error.format_message())
+    except OffbenchError as error:
+        return _refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+
+
+def _refuse(message: str) -> int:
+    if message.strip():
+        print("error: " + " ".join(message.split()), file=sys.stderr)
+    return BAD_INPUT
+
+
+def make_launcher() -> Launcher:
+    """What starts the launches; tests replace it."""
+    from offbench.launcher import TorchrunLauncher
+
+    return TorchrunLauncher()
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from offbench import __version__
+
+        print(f"offbench {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def offbench(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What keeping optimizer state in host memory costs, why, and how to make it cost nothing."""
+
+
+@app.command()
+def run(
+    *,
+    arm: Annotated[list[str] | None, typer.Option(help="Arm to run; repeatable; see `offbench arms`.")] = None,
+    table: Annotated[
+        str | None, typer.Option(help="Run a fixed set of arms: seed (the rows of prime-rl#4427).")
+    ] = None,
+    numa: Annotated[bool, typer.Option("--numa", help="Bind each rank to its GPU's NUMA node first.")] = False,
+    activation_offload: Annotated[
+        bool, typer.Option("--activation-offload", help="Saved block inputs go to host memory too.")
+    ] = False,
+    model: Annotated[str | None, typer.Option(help="qwen3-30b-a3b or tiny; by default tiny without a GPU.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Depth; by default the model's own, or what fits the GPU.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and forward.")] = None,
+    grad_accum: Annotated[int | None, typer.Option(help="Forward and backward passes per step.")] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel degree.")] = None,
+    ac: Annotated[str | None, typer.Option(help="Activation checkpointing: full or none.")] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Compile each block; by default on a GPU only.")
+    ] = None,
+    balanced_routing: Annotated[
+        bool | None,
+        typer.Option("--balanced-routing/--natural-routing", help="Same tokens for every expert (default), or top-k."),
+    ] = None,
+    adamw: Annotated[str | None, typer.Option(help="AdamW of every arm: fused or foreach.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and data.")] = None,
+    max_norm: Annotated[
+        float | None, typer.Option(min=0, help="Clip the global gradient norm to this; 0: no clip.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(min=0, help="Learning rate.")] = None,
+    world: Annotated[int | None, typer.Option(help="Ranks of the job: 8 for the large model, else --nproc.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Processes on this host: its GPUs, or 2 on the CPU.")] = None,
+    mode: Annotated[
+        str, typer.Option(help="real, rehearsal (few processes stand in for a larger job) or auto.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    emulate_link: Annotated[
+        str | None, typer.Option(help="Slow the GPU's link to this rate, both ways summed, as in 38.8GiB/s.")
+    ] = None,
+    chunk: Annotated[str | None, typer.Option(help="Largest chunk of state moved at once, as in 1GiB.")] = None,
+    slots: Annotated[int | None, typer.Option(help="Chunks held on the GPU at once.")] = None,
+    lead: Annotated[int | None, typer.Option(help="overlap: chunks queued by step() itself.")] = None,
+    ahead: Annotated[int | None, typer.Option(help="overlap: chunks kept queued in front of the forward.")] = None,
+    first_step: Annotated[
+        str | None, typer.Option(help="bounded, or whole: the first step holds all state on the GPU.")
+    ] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps before the window (5).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Measured steps (15).")] = None,
+    launches: Annotated[int, typer.Option(min=1, help="Times each arm is launched, interleaved.")] = 1,
+    results: Annotated[
+        Path | None, typer.Option(help="JSONL file to append to; by default results/local/<date>-<host>.jsonl.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip launches that the results file already has.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the specs and commands; start nothing.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds one launch may take.")] = 1800,
+) -> None:
+    """Launch arms under torchrun, measure them, and append one record per launch."""
+    from offbench.commands import RunFlags, run_command
+    from offbench.resolve import Options
+
+    options = Options(
+        arm=tuple(arm or ()),
+        table=table,
+        numa=numa,
+        activation_offload=activation_offload,
+        model=model,
+        layers=layers,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        grad_accum=grad_accum,
+        ep=ep,
+        ac=ac,
+        compile=compile,
+        balanced_routing=balanced_routing,
+        adamw=adamw,
+        seed=seed,
+        max_norm=max_norm,
+        lr=lr,
+        world=world,
+        nproc=nproc,
+        mode=mode,
+        device=device,
+        emulate_link=emulate_link,
+        chunk=chunk,
+        slots=slots,
+        lead=lead,
+        ahead=ahead,
+        first_step=first_step,
+        warmup=warmup,
+        steps=steps,
+    )
+    flags = RunFlags(launches=launches, results=results, resume=resume, dry_run=dry_run, timeout_s=timeout)
+    raise typer.Exit(run_command(options, flags, make_launcher()))
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Results files.", metavar="FILE...")],
+    format: Annotated[str | None, typer.Option(help="table, md, csv or json.")] = None,
+) -> None:
+    """Compare the records of results files; unlike groups get tables of their own."""
+    from offbench.report import report as print_report
+
+    print_report(files, format)
+
+
+@app.command()
+def arms() -> None:
+    """List the arms: what moves, when, how much state stays on the GPU, exact or not."""
+    from offbench.commands import list_arms
+
+    for line in list_arms():
+        print(line)

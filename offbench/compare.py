@@ -1,0 +1,245 @@
+"""Records to comparable groups: pure functions, no printing.
+
+Rows of one group share hardware, workload, mode, versions and source; whatever differs in one of these is another
+group. Inside a group rows differ by arm, its options, and the two axes --numa and --activation-offload. Each row is
+set against `none` with the same activation axis. Failed launches are named and never enter a statistic.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from offbench.config import ArmSpec, RunSpec
+from offbench.naming import arm_name, axes
+from offbench.record import RunRecord
+
+N = TypeVar("N", int, float)
+
+RATE_TOLERANCE = 0.01
+"""tok/s and tokens / step time of one row must agree this closely."""
+LOSS_TOLERANCE = 0.01
+"""Largest relative difference of a step's loss from that of `none` before it is flagged."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One figure over the launches of a row."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def relative(self) -> float | None:
+        """(high - low) / median; None for a single launch."""
+        return (self.high - self.low) / self.median if self.n > 1 else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm of a group over its launches. Memory figures are the largest of any launch."""
+
+    arm: str
+    label: str | None
+    axes: str
+    activation_offload: bool
+    spec: RunSpec
+    launches: int
+    """Launches that count."""
+    status: str
+    tok_s: Spread | None = None
+    step_s: Spread | None = None
+    x_none: float | None = None
+    same: bool = False
+    """The difference from `none` is smaller than the group's noise floor."""
+    exposed_s: float | None = None
+    """Step time above `none`."""
+    floor_s: float | None = None
+    bound_by: str | None = None
+    run_peak_bytes: int | None = None
+    """Over the whole run, in published rows."""
+    first_peak_bytes: int | None = None
+    steady_peak_bytes: int | None = None
+    pinned_bytes: int | None = None
+    rss_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that may stand in one table."""
+
+    caption: dict[str, Any]
+    rows: list[Row]
+    noise: float | None
+    """Largest relative spread of any row with several launches; None when no row has two."""
+    failures: list[str]
+    notes: list[str]
+
+
+def compare(records: Iterable[RunRecord]) -> list[Group]:
+    """Group the records in order of first appearance and set each row against its baseline."""
+    groups: dict[str, list[RunRecord]] = {}
+    for record in records:
+        groups.setdefault(json.dumps(_caption(record), sort_keys=True), []).append(record)
+    return [_group(members) for members in groups.values()]
+
+
+def _caption(record: RunRecord) -> dict[str, Any]:
+    """What all rows of a group share, and so its key."""
+    workload = record.spec.workload.model_dump(mode="json", exclude={"activation_offload"})
+    mode, env = record.spec.mode, record.env
+    cuda = mode.device == "cuda"
+    return {
+        "source": record.source,
+        "reference": record.reference,
+        "gpu": env.get("gpu") if cuda else None,
+        "cpu_model": env.get("cpu_model"),
+        "cpus": env.get("cpus"),
+        "workload": workload,
+        "mode": mode.model_dump(mode="json"),
+        "window": record.spec.window.model_dump(mode="json"),
+        "torch": env.get("torch"),
+        "offbench": env.get("offbench"),
+        "driver": env.get("driver"),
+    }
+
+
+def _group(records: Sequence[RunRecord]) -> Group:
+    by_row: dict[tuple[ArmSpec, bool, str | None], list[RunRecord]] = {}
+    for record in records:
+        by_row.setdefault((record.spec.arm, record.spec.workload.activation_offload, record.label), []).append(record)
+    bare = [_row(members) for members in by_row.values()]
+    noise = max((s for row in bare if row.step_s and (s := row.step_s.relative) is not None), default=None)
+    rows = [_against(row, _baseline(row, bare), noise) for row in bare]
+    dates = sorted({record.started_at[:10] for record in records if record.started_at})
+    caption = _caption(records[0]) | {
+        "commits": sorted({str(record.env.get("commit")) for record in records if record.env.get("commit")}),
+        "dirty": any(record.env.get("dirty") for record in records),
+        "dates": dates,
+    }
+    return Group(caption, rows, noise, _failures(records), _notes(records, by_row.values(), caption))
+
+
+def _row(records: Sequence[RunRecord]) -> Row:
+    """Statistics over the launches that count; a row of failures alone has no figures."""
+    good, spec = [record for record in records if record.status == "ok"], records[0].spec
+    counts = {status: sum(r.status == status for r in records) for status in dict.fromkeys(r.status for r in records)}
+    status = next(iter(counts)) if len(counts) == 1 else ", ".join(f"{n} {name}" for name, n in counts.items())
+    return Row(
+        arm=spec.arm.name,
+        label=records[0].label,
+        axes=axes(spec, records[0].host.numa),
+        activation_offload=spec.workload.activation_offload,
+        spec=spec,
+        launches=len(good),
+        status=status,
+        tok_s=_spread(record.tok_s for record in good),
+        step_s=_spread(record.step_s for record in good),
+        floor_s=_largest(record.floor.seconds for record in good),
+        bound_by=next((record.floor.bound_by for record in good if record.floor.bound_by), None),
+        run_peak_bytes=_largest(record.peak.run_bytes for record in good),
+        first_peak_bytes=_largest(record.peak.first_step_allocated_bytes for record in good),
+        steady_peak_bytes=_largest(record.peak.steady_allocated_bytes for record in good),
+        pinned_bytes=_largest(record.host.pinned_requested_bytes for record in good),
+        rss_bytes=_largest(record.host.rss_bytes for record in good),
+    )
+
+
+def _spread(values: Iterable[float | None]) -> Spread | None:
+    known = [value for value in values if value is not None]
+    return Spread(statistics.median(known), min(known), max(known), len(known)) if known else None
+
+
+def _largest(values: Iterable[N | None]) -> N | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _baseline(row: Row, rows: Sequence[Row]) -> Row | None:
+    """`none` with the same activation axis; the unbound one when there are several."""
+    found = [
+        other
+        for other in rows
+        if other.arm == "none" and other.activation_offload == row.activation_offload and other.step_s is not None
+    ]
+    return min(found, key=lambda other: other.spec.arm.numa, default=None)
+
+
+def _against(row: Row, base: Row | None, noise: float | None) -> Row:
+    if base is None or base.step_s is None or row.step_s is None:
+        return row
+    ratio = row.step_s.median / base.step_s.median
+    return replace(
+        row,
+        x_none=ratio,
+        same=row is not base and noise is not None and abs(ratio - 1) <= noise,
+        exposed_s=row.step_s.median - base.step_s.median,
+    )
+
+
+def _failures(records: Sequence[RunRecord]) -> list[str]:
+    """One line for each launch that does not count."""
+    return [
+        f"{arm_name(record.spec, record.label)}, launch {record.launch}: {record.status}"
+        + (f" in {record.phase}" if record.phase else "")
+        + (f": {record.reason}" if record.reason else "")
+        for record in records
+        if record.status != "ok"
+    ]
+
+
+def _notes(records: Sequence[RunRecord], rows: Iterable[Sequence[RunRecord]], caption: dict[str, Any]) -> list[str]:
+    """What a reader must know before trusting the table."""
+    notes = [note for record in records if (note := rate_note(record)) is not None]
+    kinds = {record.adamw for record in records if record.status == "ok" and record.adamw}
+    if len(kinds) > 1:
+        notes.append(f"AdamW implementations differ between arms ({', '.join(sorted(kinds))}): not only copies differ")
+    if len(caption["commits"]) > 1 or caption["dirty"]:
+        notes.append("rows come from different commits or an uncommitted tree: compare with care")
+    for members in rows:
+        notes += _loss_notes(members[0], records)
+    notes += [f"{arm_name(r.spec, r.label)}, launch {r.launch}: {w}" for r in records for w in r.warnings]
+    return notes
+
+
+def rate_note(record: RunRecord) -> str | None:
+    """A line when tok/s and tokens / step time of one record disagree by more than 1 %."""
+    tokens = record.tokens_per_step or record.spec.tokens_per_step
+    if record.status != "ok" or record.step_s is None or record.tok_s is None:
+        return None
+    computed = tokens / record.step_s
+    if abs(computed / record.tok_s - 1) <= RATE_TOLERANCE:
+        return None
+    return (
+        f"{arm_name(record.spec, record.label)}, launch {record.launch}: {record.tok_s:.0f} tok/s is written, "
+        f"{tokens} tokens in {record.step_s:.4g} s make {computed:.0f}: one of them is wrong"
+    )
+
+
+def _loss_notes(record: RunRecord, records: Sequence[RunRecord]) -> list[str]:
+    """A line when some step's loss leaves that of `none` (same seed, same data) by more than 1 %."""
+    base = next(
+        (
+            other
+            for other in records
+            if other.spec.arm.name == "none"
+            and other.status == "ok"
+            and other.spec.workload.activation_offload == record.spec.workload.activation_offload
+        ),
+        None,
+    )
+    if base is None or record.status != "ok" or record.spec.arm.name == "none":
+        return []
+    pairs = [
+        (mine.loss, theirs.loss)
+        for mine, theirs in zip(record.steps, base.steps, strict=False)
+        if mine.loss is not None and theirs.loss is not None
+    ]
+    worst = max((abs(mine - theirs) / max(abs(theirs), 1e-12) for mine, theirs in pairs), default=0.0)
+    if worst <= LOSS_TOLERANCE:
+        return []
+    return [f"{arm_name(record.spec)}: losses leave those of none by up to {worst:.1%}: it does not train the same"]

@@ -1,0 +1,69 @@
+"""How specs, arms and groups are called in text: one place, so that every line and table says the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offbench.arms import ARMS
+from offbench.config import RunSpec
+from offbench.units import gib, show_size
+from offbench.workload.presets import PRESETS
+
+
+def axes(spec: RunSpec, numa: str | None = None) -> str:
+    """What sets this row apart from its arm's defaults; `numa` is what the worker did about --numa."""
+    arm, usual = spec.arm, ARMS[spec.arm.name].defaults if spec.arm.name in ARMS else {}
+    shape = PRESETS.get(spec.workload.model)
+    parts = []
+    if arm.numa:
+        done = "" if numa is None or numa.startswith("node") else f" {numa.partition(':')[0]}"
+        parts.append("numa" + done)
+    if spec.workload.activation_offload:
+        parts.append("activation offload")
+    if arm.first_step == "whole":
+        parts.append("whole first step")
+    if arm.chunk_bytes is not None and arm.chunk_bytes != (shape.chunk_bytes if shape else None):
+        parts.append(f"chunk {show_size(arm.chunk_bytes)}")
+    for key in ("slots", "lead", "ahead"):
+        value = getattr(arm, key)
+        if value is not None and value != usual.get(key):
+            parts.append(f"{key} {value}")
+    return ", ".join(parts)
+
+
+def arm_name(spec: RunSpec, label: str | None = None) -> str:
+    """The arm with its axes, for one line of text: `overlap (numa, slots 8)`."""
+    extra = axes(spec)
+    name = label or spec.arm.name
+    return f"{name} ({extra})" if extra else name
+
+
+def describe(caption: dict[str, Any]) -> list[str]:
+    """The caption as lines: hardware, workload, mode, versions and origin."""
+    w, mode, window = caption["workload"], caption["mode"], caption["window"]
+    gpus = f"{mode['nproc']} x {caption['gpu'] or 'unknown GPU'}" if mode["device"] == "cuda" else "CPU"
+    cpus = f"{caption['cpu_model']}, {caption['cpus']} CPUs" if caption["cpu_model"] else None
+    depth = PRESETS[w["model"]].layers if w["model"] in PRESETS else w["layers"]
+    layers = f"{w['layers']} layers" if w["layers"] == depth else f"{w['layers']} of {depth} layers"
+    batch = f"{w['seq_len']} tokens x {w['micro_batch']} x {w['grad_accum']} a rank"
+    flags = [f"EP {w['ep']}", f"checkpointing {w['ac']}", "compile" if w["compile"] else "no compile", w["routing"]]
+    kind = "real"
+    if mode["kind"] == "rehearsal":
+        ranks = "rank 0" if mode["nproc"] == 1 else f"ranks 0-{mode['nproc'] - 1}"
+        kind = f"rehearsal of {mode['world']}, {ranks}"
+    link = f"link {'native' if mode['emulate_link'] is None else gib(mode['emulate_link']) + ' GiB/s emulated'}"
+    versions = [f"{name} {caption[name]}" for name in ("torch", "offbench", "driver") if caption.get(name)]
+    commits = [c[:12] for c in caption.get("commits", [])]
+    origin = caption["source"] + (f" in {caption['reference']}" if caption["reference"] else "")
+    when = caption.get("dates", [])
+    return [
+        "; ".join(filter(None, [gpus, cpus])),
+        f"{w['model']}, {layers}, {batch}, world {mode['world']}, {', '.join(flags)}",
+        "; ".join(filter(None, [kind, link if mode["device"] == "cuda" else None]))
+        + f"; {window['warmup']} warm-up + {window['steps']} measured steps",
+        "; ".join(
+            filter(
+                None, [origin, " to ".join(sorted({*when[:1], *when[-1:]})), ", ".join(versions), ", ".join(commits)]
+            )
+        ),
+    ]

@@ -1,0 +1,181 @@
+"""What each rank of a launch runs: build, warm up, measure, drain, hand its figures over."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from offbench import arms, bandwidth, environment, placement
+from offbench.config import GIB, RunSpec
+from offbench.device import Device
+from offbench.hardware import visible_gpus
+from offbench.measure import StepRecorder
+from offbench.offload import OffloadedAdamW
+from offbench.offload.hoststore import HostStore
+from offbench.rank_report import describe, hand_over, meet
+from offbench.record import Link
+from offbench.traffic import TrafficLog
+from offbench.workload.parallel import Job, build
+from offbench.workload.rehearsal import init_rehearsal
+
+if TYPE_CHECKING:
+    from offbench.worker import Progress
+
+COLLECT_EVERY = 50
+"""Steps between garbage collections; automatic ones would hit single steps of single ranks."""
+
+
+def run(spec: RunSpec, local_rank: int, out: Path, progress: Progress) -> None:
+    """The launch as this rank lives it."""
+    progress.enter("start")
+    device, bound, env = place(spec, local_rank)
+    link, copy_repeat = probe_link(spec, device)
+
+    progress.enter("build")
+    join(spec, local_rank, device)
+    job = build(spec, dist.get_rank(), device.torch_device)
+    progress.enter("pin")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = make_optimizer(spec, job, copy_repeat)
+
+    recorder = StepRecorder(device, spec.window.warmup, spec.window.steps)
+    log = TrafficLog(optimizer, device)
+    meet("before the first step", spec.mode.nproc)
+    train(job, optimizer, recorder, log, progress, env)
+
+    progress.enter("drain")
+    recorder.close(optimizer.drain)
+    progress.enter("gather")
+    report = describe(spec, job, optimizer, recorder, log, copy_repeat)
+    report.host.numa = bound.describe() if bound is not None else None
+    report.link = link
+    report.env = env | {"affinity_after": environment.cpu_list(os.sched_getaffinity(0))}
+    report.warnings = [str(warning.message) for warning in caught]
+    hand_over(spec, report, local_rank, out)
+    optimizer.detach()
+    dist.destroy_process_group()
+
+
+def place(spec: RunSpec, local_rank: int) -> tuple[Device, placement.Placement | None, dict[str, Any]]:
+    """The rank's device, bound to its NUMA node when asked to, before any other thread or pinned page exists."""
+    gpus, _ = visible_gpus(os.environ) if spec.mode.device == "cuda" else ((), None)
+    bus_id = gpus[local_rank].bus_id if gpus else None
+    bound = placement.bind(bus_id) if spec.arm.numa else None
+    if spec.mode.device == "cuda":
+        torch.cuda.set_device(local_rank)
+        device = Device.of(torch.device("cuda", local_rank))
+    else:
+        device = Device.of(torch.device("cpu"))
+    env = {"gpu_bus_id": device.pci_bus_id}
+    if bus_id is not None and bus_id != device.pci_bus_id:
+        env["gpu_bus_id_by_nvml"] = bus_id  # CUDA_DEVICE_ORDER: CUDA and NVML count differently here
+    return device, bound, env
+
+
+def probe_link(spec: RunSpec, device: Device) -> tuple[Link, float]:
+    """The link's rates, as emulated, and how often each byte must be copied for that."""
+    if device.torch_device.type == "cpu":
+        return Link(), 1.0
+    store = HostStore([GIB], pin_for=device.torch_device)
+    native = bandwidth.probe(device.torch_device, store.chunk(0))
+    if spec.mode.emulate_link is None:
+        native.native_both_bytes_per_s = native.both_bytes_per_s
+        link, repeat = native, 1.0
+    else:
+        assert native.both_bytes_per_s is not None
+        repeat = bandwidth.repeat_for(spec.mode.emulate_link, native.both_bytes_per_s)
+        link = bandwidth.probe(device.torch_device, store.chunk(0), repeat=repeat)
+        link.native_both_bytes_per_s = native.both_bytes_per_s
+    torch.cuda.empty_cache()  # the probe's buffers are not the workload's
+    return link, repeat
+
+
+def join(spec: RunSpec, local_rank: int, device: Device) -> None:
+    """The default process group: the real job's, or one that stands in for it."""
+    if spec.mode.kind == "rehearsal":
+        init_rehearsal(local_rank, spec.mode.world)
+    elif spec.mode.device == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device.torch_device)
+    else:
+        dist.init_process_group("gloo")
+
+
+def make_optimizer(spec: RunSpec, job: Job, copy_repeat: float) -> OffloadedAdamW:
+    """The arm's optimizer. All host memory is taken here, before the first forward."""
+    w = spec.workload
+    arm, _ = arms.find(spec.arm.name)
+    return OffloadedAdamW(
+        job.params,
+        w.lr,
+        w.betas,
+        w.eps,
+        w.weight_decay,
+        schedule=arm.schedule(spec.arm),
+        model=job.model,
+        implementation=w.adamw,
+        copy_repeat=copy_repeat,
+    )
+
+
+def train(
+    job: Job,
+    optimizer: OffloadedAdamW,
+    recorder: StepRecorder,
+    log: TrafficLog,
+    progress: Progress,
+    env: dict[str, Any],
+) -> None:
+    """Warm-up and window. The GPU's condition is read under load, in the last warm-up step."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    gc.disable()
+    for step in range(recorder.total):
+        phase = "warmup" if step < recorder.warmup else "measure"
+        train_step(job, optimizer, scheduler, recorder, step)
+        if step + 1 in (recorder.warmup, recorder.total):
+            log.note(step + 1, recorder.boundary)
+        if step + 2 == recorder.warmup or recorder.warmup == 1:
+            env |= environment.capture(job_bus_id(env))
+        if step % COLLECT_EVERY == COLLECT_EVERY - 1:
+            gc.collect()
+        seconds = recorder.finished_step_s()
+        done, of = (step + 1, recorder.warmup) if phase == "warmup" else (step + 1 - recorder.warmup, recorder.steps)
+        progress.enter(phase, done, of, job.spec.tokens_per_step / seconds if seconds else None)
+
+
+def job_bus_id(env: dict[str, Any]) -> str | None:
+    """The GPU address `place` found."""
+    bus_id = env.get("gpu_bus_id")
+    return str(bus_id) if bus_id is not None else None
+
+
+def train_step(
+    job: Job,
+    optimizer: OffloadedAdamW,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    recorder: StepRecorder,
+    step: int,
+) -> None:
+    """One optimizer step, as trainers write it: forward and backward, clip, step, zero_grad, scheduler."""
+    recorder.begin()
+    losses = []
+    for tokens, labels in job.micro_batches(step):
+        loss = job.model(tokens, labels) / job.spec.workload.grad_accum
+        recorder.mark("forward")
+        loss.backward()
+        recorder.mark("backward")
+        losses.append(loss.detach())
+    norm, factor = job.clip()
+    recorder.mark("clip")
+    recorder.report(torch.stack(losses).sum(), norm, factor)
+    with recorder.optimizer_step():
+        optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    recorder.end()

@@ -1,0 +1,171 @@
+"""What one rank tells rank 0, and the launch's record from the reports of all of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch._C._distributed_c10d import TCPStore
+
+from offbench import bandwidth
+from offbench.checks import check_launch
+from offbench.config import RunSpec
+from offbench.device import peak_bf16_flops
+from offbench.failure import write_json
+from offbench.measure import RankResult, StepRecorder, Traffic, gather
+from offbench.offload import OffloadedAdamW
+from offbench.record import Host, Link, Moved, StateAt
+from offbench.traffic import TrafficLog
+from offbench.workload.parallel import Job
+from offbench.workload.presets import find
+
+
+@dataclass
+class RankReport:
+    """Everything one rank tells rank 0."""
+
+    rank: int
+    result: RankResult
+    traffic: list[Traffic]
+    moved: Moved
+    state: StateAt
+    state_at_backward_end: int | None
+    staging_bytes: int
+    host: Host
+    link: Link
+    local_params: int
+    largest_chunk: int
+    chunks: int
+    schedule: str
+    expert_load: float | None
+    env: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def describe(
+    spec: RunSpec, job: Job, optimizer: OffloadedAdamW, recorder: StepRecorder, log: TrafficLog, copy_repeat: float
+) -> RankReport:
+    """This rank's figures, read after the drain."""
+    where = optimizer.where()
+    offload = job.activation_offload
+    pinned = optimizer.store.requested_bytes + (offload.host_bytes if offload else 0)
+    on_gpu = job.device.type == "cuda"
+    return RankReport(
+        rank=job.rank,
+        result=recorder.result(),
+        traffic=log.traffic(),
+        moved=log.moved(spec.window.steps, copy_repeat),
+        state=StateAt(device_bytes=where.get("device", 0), host_bytes=where.get("host", 0)),
+        state_at_backward_end=log.state_at(recorder.phase_ends("backward")),
+        staging_bytes=optimizer.staging_peak,
+        host=Host(
+            pinned_requested_bytes=pinned if on_gpu else 0,
+            pinned_locked_bytes=optimizer.store.locked_bytes + (offload.host_bytes if offload else 0) if on_gpu else 0,
+            pin_s=optimizer.store.seconds if on_gpu else None,
+            rss_bytes=psutil.Process().memory_info().rss,
+        ),
+        link=Link(),
+        local_params=sum(p.to_local().numel() for p in job.params),  # type: ignore[attr-defined]
+        largest_chunk=max(chunk.nbytes for chunk in optimizer.chunks),
+        chunks=len(optimizer.chunks),
+        schedule="deferred" if optimizer.schedule.deferred else "synchronous",
+        expert_load=job.expert_load(),
+    )
+
+
+def store() -> TCPStore:
+    """torchrun's own key-value store: it outlives any rank and knows nothing of the job's process group."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=300))
+
+
+def meet(where: str, nproc: int) -> None:
+    """Wait until every process of the launch is here: rehearsed ranks share links without knowing each other."""
+    if nproc == 1:
+        return
+    shared = store()
+    if shared.add(f"offbench/{where}", 1) == nproc:
+        shared.set(f"offbench/{where}/all", "1")
+    shared.wait([f"offbench/{where}/all"])
+
+
+def hand_over(spec: RunSpec, report: RankReport, local_rank: int, out: Path) -> None:
+    """Give the report to rank 0, which writes the launch's result."""
+    if local_rank:
+        store().set(f"offbench/report/{local_rank}", pickle.dumps(report).hex())
+        return
+    shared = store() if spec.mode.nproc > 1 else None
+    reports = [report] + [
+        pickle.loads(bytes.fromhex(shared.get(f"offbench/report/{other}").decode()))
+        for other in range(1, spec.mode.nproc)
+        if shared
+    ]
+    write_json(out / "result.json", assemble(spec, reports))
+
+
+def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
+    """Fields of the RunRecord from the reports of all ranks: largest over ranks, or rank 0's where it is global."""
+    first = reports[0]
+    figures = gather([report.result for report in reports], spec.tokens_per_step)
+    shape = find(spec.workload.model)
+    checks = check_launch(spec, reports)
+    bad = next((f"{name}: {seen}" for name, seen in checks.items() if seen != "ok"), None)
+    peak = figures.peak.model_copy(
+        update={
+            "state_at_backward_end_bytes": largest([r.state_at_backward_end for r in reports]),
+            "staging_bytes": max(r.staging_bytes for r in reports),
+        }
+    )
+    host = Host(
+        **{
+            name: largest([getattr(r.host, name) for r in reports])
+            for name in ("pinned_requested_bytes", "pinned_locked_bytes", "pin_s", "rss_bytes")
+        },
+        numa=first.host.numa,
+    )
+    fields = dict(vars(figures)) | {
+        "status": "invalid" if bad else "ok",
+        "reason": bad,
+        "tokens_per_step": spec.tokens_per_step,
+        "mfu": mfu(spec, figures.step_s, first.env.get("gpu")),
+        "peak": peak,
+        "moved": first.moved,
+        "state": first.state,
+        "host": host,
+        "link": bandwidth.worst([r.link for r in reports]),
+        "adamw": spec.workload.adamw,
+        "params": shape.params(spec.workload.layers),
+        "local_params": max(r.local_params for r in reports),
+        "chunks": first.chunks,
+        "expert_tokens_max_over_mean": largest([r.expert_load for r in reports]),
+        "checks": checks,
+        "warnings": sorted({warning for r in reports for warning in r.warnings}),
+        "env": first.env,
+    }
+    return {key: _plain(value) for key, value in fields.items()}
+
+
+def mfu(spec: RunSpec, step_s: float, gpu: str | None) -> float | None:
+    """Model FLOPs per second over the peak of all ranks' devices; None where the device's peak is not known."""
+    peak = peak_bf16_flops(gpu) if gpu else None
+    if peak is None:
+        return None
+    per_token = find(spec.workload.model).flops_per_token(spec.workload.seq_len, spec.workload.layers)
+    return float(per_token * spec.tokens_per_step / step_s / (peak * spec.mode.world))
+
+
+def largest(values: Sequence[Any]) -> Any:
+    """The largest of what was measured; None when nothing was."""
+    return max((value for value in values if value is not None), default=None)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    return [_plain(item) for item in value] if isinstance(value, list) else value

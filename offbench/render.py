@@ -1,0 +1,189 @@
+"""Groups of rows as a terminal table, Markdown, CSV or JSON. Machine formats name units; a missing figure is null,
+empty or `-`, never zero."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from offbench.compare import Group, Row, Spread
+from offbench.naming import describe
+from offbench.units import gib
+
+MISSING = "-"
+WHOLE_RUN = "*"
+"""Marks a peak over the whole run where first step and window were not told apart."""
+
+
+def _spread(spread: Spread | None, form: str) -> str:
+    if spread is None:
+        return MISSING
+    middle = format(spread.median, form)
+    return middle if spread.n == 1 else f"{middle} ({spread.low:{form}}-{spread.high:{form}})"
+
+
+def _bytes(value: int | None) -> str:
+    return MISSING if value is None else gib(value)
+
+
+def _x_none(row: Row) -> str:
+    if row.x_none is None:
+        return MISSING
+    return "same" if row.same else f"{row.x_none:.2f}"
+
+
+def _first_peak(row: Row) -> str:
+    if row.first_peak_bytes is None and row.run_peak_bytes is not None:
+        return gib(row.run_peak_bytes) + WHOLE_RUN
+    return _bytes(row.first_peak_bytes)
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "arm": lambda row: row.label or row.arm,
+    "axes": lambda row: row.axes or MISSING,
+    "tok/s": lambda row: _spread(row.tok_s, ".0f"),
+    "step s": lambda row: _spread(row.step_s, ".3f"),
+    "x none": _x_none,
+    "exposed s": lambda row: MISSING if row.exposed_s is None else f"{row.exposed_s:.3f}",
+    "peak GiB, first step": _first_peak,
+    "peak GiB, steady": lambda row: _bytes(row.steady_peak_bytes),
+    "pinned GiB": lambda row: _bytes(row.pinned_bytes),
+    "RSS GiB": lambda row: _bytes(row.rss_bytes),
+    "n": lambda row: str(row.launches),
+    "status": lambda row: row.status,
+}
+TEXT_COLUMNS = {"arm", "axes", "status"}
+SPREAD_COLUMNS = {"tok/s", "step s"}
+"""On a terminal these show the spread below the median."""
+
+
+def headers(group: Group) -> list[str]:
+    """Column heads; tok/s of a rehearsal is marked, since it is a model of the whole job, not a measurement."""
+    modelled = group.caption["mode"]["kind"] == "rehearsal"
+    return ["tok/s, modelled" if name == "tok/s" and modelled else name for name in COLUMNS]
+
+
+def cells(group: Group) -> list[list[str]]:
+    """The table's text, a list a row."""
+    return [[show(row) for show in COLUMNS.values()] for row in group.rows]
+
+
+def remarks(group: Group) -> list[str]:
+    """Lines below a table: marks, noise floor, failures, notes."""
+    lines = []
+    if any(_first_peak(row).endswith(WHOLE_RUN) for row in group.rows):
+        lines.append(f"{WHOLE_RUN} over the whole run, first step included")
+    if group.noise is not None:
+        lines.append(f"noise floor {group.noise:.1%}: the widest spread between launches of one row")
+    lines += [f"not counted: {failure}" for failure in group.failures]
+    return lines + [f"note: {note}" for note in group.notes]
+
+
+def to_table(groups: Sequence[Group], console: Console) -> None:
+    """Print each group for a person at a terminal."""
+    for group in groups:
+        for line in describe(group.caption):
+            console.print(line, markup=False, highlight=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        for name, head in zip(COLUMNS, headers(group), strict=True):
+            side: Literal["left", "right"] = "left" if name in TEXT_COLUMNS else "right"
+            table.add_column(head.replace(", ", "\n"), justify=side, overflow="fold")
+        for row in (zip(COLUMNS, line, strict=True) for line in cells(group)):
+            table.add_row(*(cell.replace(" (", "\n(") if name in SPREAD_COLUMNS else cell for name, cell in row))
+        console.print(table, markup=False)
+        for line in remarks(group):
+            console.print(line, markup=False, highlight=False)
+        console.print()
+
+
+def to_markdown(groups: Sequence[Group]) -> str:
+    """Each group as its caption, a table, and its remarks."""
+    blocks = []
+    for group in groups:
+        heads = headers(group)
+        rule = ["---" if name in TEXT_COLUMNS else "---:" for name in COLUMNS]
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in cells(group)]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in [heads, rule, *rows])
+        caption = "  \n".join(describe(group.caption))
+        blocks.append("\n\n".join(filter(None, [caption, table, "\n".join(f"- {line}" for line in remarks(group))])))
+    return "\n\n".join(blocks) + "\n" if blocks else ""
+
+
+def figures(row: Row) -> dict[str, Any]:
+    """One row for machines: units in the names, null for what is not known."""
+
+    def of(spread: Spread | None, name: str) -> dict[str, float | None]:
+        low, high = (spread.low, spread.high) if spread else (None, None)
+        return {name: spread.median if spread else None, f"{name}_min": low, f"{name}_max": high}
+
+    return {
+        "arm": row.arm,
+        "label": row.label,
+        "axes": row.axes,
+        "numa": row.spec.arm.numa,
+        "activation_offload": row.activation_offload,
+        "first_step": row.spec.arm.first_step,
+        "chunk_bytes": row.spec.arm.chunk_bytes,
+        "slots": row.spec.arm.slots,
+        **of(row.tok_s, "tok_per_s"),
+        **of(row.step_s, "step_s"),
+        "x_none": row.x_none,
+        "same_as_none": row.same,
+        "exposed_s": row.exposed_s,
+        "floor_s": row.floor_s,
+        "bound_by": row.bound_by,
+        "run_peak_bytes": row.run_peak_bytes,
+        "first_step_peak_allocated_bytes": row.first_peak_bytes,
+        "steady_peak_allocated_bytes": row.steady_peak_bytes,
+        "pinned_bytes": row.pinned_bytes,
+        "rss_bytes": row.rss_bytes,
+        "launches": row.launches,
+        "status": row.status,
+    }
+
+
+def to_json(groups: Sequence[Group], problems: Sequence[str]) -> str:
+    """Everything the tables say, and what could not be read."""
+    body = [
+        {
+            "caption": group.caption,
+            "rows": [figures(row) for row in group.rows],
+            "noise_relative": group.noise,
+            "failures": group.failures,
+            "notes": group.notes,
+        }
+        for group in groups
+    ]
+    return json.dumps({"groups": body, "problems": list(problems)}, indent=2) + "\n"
+
+
+def to_csv(groups: Sequence[Group]) -> str:
+    """One line a row; `group` numbers the groups, whose caption repeats in every line. Nothing known is empty."""
+    out = io.StringIO()
+    writer: csv.DictWriter[str] | None = None
+    for number, group in enumerate(groups, start=1):
+        caption, w, mode = group.caption, group.caption["workload"], group.caption["mode"]
+        shared = {
+            "group": number,
+            **{
+                key: caption[key] for key in ("source", "reference", "gpu", "cpu_model", "torch", "offbench", "driver")
+            },
+            **{key: w[key] for key in ("model", "layers", "seq_len", "micro_batch", "grad_accum", "ep")},
+            "mode": mode["kind"],
+            **{key: mode[key] for key in ("device", "world", "nproc")},
+            "emulated_link_bytes_per_s": mode["emulate_link"],
+        }
+        for row in group.rows:
+            line = shared | figures(row)
+            if writer is None:
+                writer = csv.DictWriter(out, fieldnames=list(line), lineterminator="\n")
+                writer.writeheader()
+            writer.writerow(line)
+    return out.getvalue()

@@ -1,0 +1,93 @@
+"""What an optimizer really moved in the measured window, placed on the compute stream's time line by events."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from offbench.device import Device, Stamp
+from offbench.measure import Traffic
+from offbench.offload.adamw import OffloadedAdamW
+from offbench.offload.copies import ArenaEntry, Ledger
+from offbench.record import Moved
+
+
+class TrafficLog:
+    """Counts an optimizer's copies between two step boundaries; None of it waits while the window is open."""
+
+    def __init__(self, optimizer: OffloadedAdamW, device: Device) -> None:
+        self._optimizer = optimizer
+        self._ledger = optimizer.ledger or Ledger()
+        self._ledger.keep = True
+        self._device = device
+        self._notes: list[tuple[int, Stamp, dict[str, int], dict[str, int]]] = []
+
+    def note(self, steps_done: int, boundary: Stamp) -> None:
+        """Remember the books as they are at a step boundary: call it at the start and at the end of the window."""
+        ledger = self._ledger
+        nbytes = {"in": ledger.in_bytes, "out": ledger.out_bytes}
+        copies = {"in": ledger.in_copies, "out": ledger.out_copies}
+        self._notes.append((steps_done, boundary, nbytes, copies))
+
+    def traffic(self) -> list[Traffic]:
+        """Per direction what had completed, and what the steps still owed, at both ends. Call after the drain."""
+        (first, *_), (last, *_) = self._notes
+        planned = self._optimizer.bytes_per_step
+        ways = []
+        for which in ("in", "out"):
+            done = [self._completed(which, index) for index in (0, 1)]
+            ways.append(Traffic(which, done[0], done[1], first * planned - done[0], last * planned - done[1], planned))
+        return ways
+
+    def moved(self, steps: int, copy_repeat: float) -> Moved:
+        """The record's account of the window."""
+        (*_, copies_start), (*_, copies_end) = self._notes
+        completed = {way.direction: (way.completed_at_end - way.completed_at_start) / steps for way in self.traffic()}
+        return Moved(
+            in_bytes_per_step=completed["in"],
+            out_bytes_per_step=completed["out"],
+            planned_in_bytes_per_step=self._optimizer.bytes_per_step,
+            planned_out_bytes_per_step=self._optimizer.bytes_per_step,
+            copies_in_per_step=(copies_end["in"] - copies_start["in"]) / steps,
+            copies_out_per_step=(copies_end["out"] - copies_start["out"]) / steps,
+            copy_repeat=copy_repeat,
+            copy_span_s=self._span(),
+        )
+
+    def state_at(self, moments: Sequence[Stamp]) -> int | None:
+        """Largest bytes of optimizer state and its staging on the device at any of the moments; None on the CPU."""
+        if self._device.torch_device.type == "cpu":
+            return None
+        resident = self._optimizer.where().get("device", 0)
+        held = [sum(a.nbytes for a in self._ledger.arenas if self._holds(a, moment)) for moment in moments]
+        return resident + max(held, default=0)
+
+    def _holds(self, arena: ArenaEntry, moment: Stamp) -> bool:
+        return _seconds(arena.begin, moment.event) >= 0 and _seconds(moment.event, arena.end) > 0
+
+    def _completed(self, which: Literal["in", "out"], index: int) -> int:
+        """Bytes whose copy had ended when the compute stream reached the noted boundary."""
+        _, boundary, nbytes, _ = self._notes[index]
+        if boundary.event is None:  # the CPU: a copy is over when it returns
+            return nbytes[which]
+        entries = [entry for entry in self._ledger.copies if entry.direction == which]
+        return sum(entry.nbytes for entry in entries if _seconds(entry.end, boundary.event) >= 0)
+
+    def _span(self) -> float | None:
+        """Mean seconds from staging memory handed over to the last write-back's end, over the window's steps."""
+        start, end = self._notes[0][1], self._notes[1][1]
+        if start.event is None:
+            return None
+        inside = [
+            _seconds(a.begin, a.end)
+            for a in self._ledger.arenas
+            if _seconds(start.event, a.begin) >= 0 and _seconds(a.begin, end.event) >= 0
+        ]
+        return statistics.fmean(inside) if inside else None
+
+
+def _seconds(earlier: Any, later: Any) -> float:
+    """Device seconds between two events, ours or raw; negative when `later` came first."""
+    first, second = getattr(earlier, "raw", earlier), getattr(later, "raw", later)
+    return float(first.elapsed_time(second)) / 1e3

@@ -1,0 +1,64 @@
+"""Activation offload: with full checkpointing, the one tensor each block keeps goes to host memory and back.
+
+The copies run on the compute stream, as upstream's do, so they cost their full time on the link and their order needs
+no events: a buffer is read in backward before the next forward can write it. Values come back bit for bit.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from offbench.errors import OffbenchError
+
+
+class ActivationOffload:
+    """One host buffer per block, made at once; pinned where the device is a GPU."""
+
+    def __init__(self, blocks: int, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        pin = device.type == "cuda"
+        self._buffers = [torch.empty(size, dtype=dtype, pin_memory=pin) for _ in range(blocks)]
+        self._held = [False] * blocks
+        self._device = device
+        self.out_bytes = 0
+        """Bytes copied to the host so far."""
+        self.in_bytes = 0
+        """Bytes copied back so far."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all buffers, as requested."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def saving(self, block: int) -> AbstractContextManager[None]:
+        """While entered, the tensor autograd saves is the input of that block; it is kept in the block's buffer.
+
+        The block must be checkpointed (non-reentrant), so that its input is all that is saved. Raises OffbenchError
+        in a forward whose block still waits for the backward of an earlier one.
+        """
+        return saved_tensors_hooks(partial(self._store, block), self._load)
+
+    def _store(self, block: int, saved: Tensor) -> Tensor | int:
+        buffer = self._buffers[block]
+        if saved.shape != buffer.shape:  # checkpoint also saves an empty tensor of its own
+            return saved
+        if self._held[block]:
+            raise OffbenchError(
+                f"activation offload: block {block} ran forward twice before its backward; "
+                "run backward after each forward, or leave --activation-offload out"
+            )
+        self._held[block] = True
+        buffer.copy_(saved, non_blocking=True)
+        self.out_bytes += saved.nbytes
+        return block
+
+    def _load(self, saved: Tensor | int) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self._held[saved] = False
+        self.in_bytes += self._buffers[saved].nbytes
+        return self._buffers[saved].to(self._device, non_blocking=True, copy=True)

@@ -1,0 +1,44 @@
+"""On a CUDA device: every arm against torch's AdamW, bit for bit, with real streams and copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from offbench.offload.streams import DeviceStreams
+from offbench.workload.rehearsal import init_rehearsal
+from tests.offload import sharded
+from tests.offload.test_sharded import ARMS, reference
+
+pytestmark = pytest.mark.gpu
+
+
+def compare_all(_: int, world: int, repeat: float, queue: mp.SimpleQueue) -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    init_rehearsal(0, world)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    expected = reference(0, device)
+    found = {"A/A": sharded.differences(expected, reference(0, device))}
+    for label, options in ARMS.items():
+        for attempt in range(2):
+            model = sharded.build(device, prefetch=attempt == 0)
+            optimizer = sharded.optimizer_of(label.split()[0], model, DeviceStreams(device), **options)
+            if optimizer._engine is not None:
+                optimizer._engine._copier.repeat = repeat
+            sharded.train(model, optimizer, 0, device)
+            found[f"{label} {attempt}"] = sharded.differences(expected, sharded.snapshot(model, optimizer))
+    queue.put(found)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("repeat", [1.0, 40.0])
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_arm_equals_plain_adamw(world: int, repeat: float) -> None:
+    """Copies repeated 40 times are slow enough to be overtaken by anything that does not wait."""
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.start_processes(compare_all, (world, repeat, queue), nprocs=1, start_method="spawn")
+    found = queue.get()
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}

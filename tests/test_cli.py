@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbench import cli, commands, fake
+from offbench.fake import FakeLauncher, Outcome
+from offbench.record import read_records
+from tests.hosts import host
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeLauncher:
+    """The command line with a launcher that starts nothing, on a host without a GPU, in an empty folder."""
+    stand_in = FakeLauncher()
+    monkeypatch.setattr(cli, "make_launcher", lambda: stand_in)
+    monkeypatch.setattr(commands, "detect", lambda: host(host_gib=64))
+    monkeypatch.chdir(tmp_path)
+    return stand_in
+
+
+def play(launcher: FakeLauncher, **outcomes: Outcome | list[Outcome]) -> None:
+    launcher.outcomes.update(outcomes)
+
+
+def modules(*words: str) -> set[str]:
+    """Modules loaded after running the command line with these words in a fresh interpreter."""
+    code = f"import sys; from offbench.cli import main; main({list(words)}); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ()])
+def test_help_loads_neither_torch_nor_pydantic(words: tuple[str, ...]) -> None:
+    loaded = modules(*words)
+    assert "typer" in loaded
+    assert not loaded & {"torch", "pydantic", "rich", "numpy", "pandas"}
+
+
+@pytest.mark.parametrize(
+    "words", [("run", "--help"), ("report", "results/seed-table-a.jsonl"), ("arms",), ("run", "--dry-run")]
+)
+def test_no_command_loads_torch(words: tuple[str, ...]) -> None:
+    assert "torch" not in modules(*words)
+
+
+def test_run_records_judges_and_shows_plain_lines(
+    launcher: FakeLauncher, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["run", "--results", "out.jsonl", "--launches", "2"]) == 0
+    assert [spec.arm.name for spec in launcher.launched[:5]] == ["none", "main", "chunked", "chunked", "overlap"]
+    assert launcher.launched[5:] == launcher.launched[4::-1]
+    assert len(read_records([tmp_path / "out.jsonl"]).records) == 10
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "launch 1 of 10: none, repeat 1" in out
+    assert "  measure step 15 of 15, 1000 tok/s, 0 s left" in out
+    assert "chunked: ok, 3 s a step, x none 1.50, exposed 1.000 s, peak 1.0 GiB. Try --arm overlap" in out
+    assert out.rstrip().endswith("records: out.jsonl; compare: offbench report out.jsonl")
+
+
+def test_a_failed_arm_makes_exit_code_1(launcher: FakeLauncher, capsys: pytest.CaptureFixture[str]) -> None:
+    play(launcher, main=fake.oom(), chunked=fake.timed_out())
+    words = ["run", "--arm", "none", "--arm", "main", "--arm", "chunked", "--results", "o.jsonl"]
+    assert cli.main(words) == 1
+    out = capsys.readouterr().out
+    assert "main: oom in warmup: rank 1: OutOfMemoryError" in out
+    assert "chunked: timeout in warmup: not done after 30 min 0 s" in out
+    assert "none: ok, 2 s a step" in out
+
+
+def test_an_interrupt_makes_exit_code_130_and_resume_goes_on(
+    launcher: FakeLauncher, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["run", "--arm", "none", "--arm", "main", "--arm", "overlap", "--results", "o.jsonl"]
+    play(launcher, main=[fake.interrupted(), fake.ok()])
+    assert cli.main(words) == 130
+    assert cli.main([*words, "--resume"]) == 0
+    assert [spec.arm.name for spec in launcher.launched] == ["none", "main", "main", "overlap"]
+    out = capsys.readouterr().out
+    assert "resumed: 1 of 3 launches are in o.jsonl" in out
+    assert "main: ok, 4 s a step, x none 2.00" in out  # against the none of the first call
+    assert cli.main([*words, "--resume"]) == 0
+    assert len(launcher.launched) == 4
+    assert len(read_records([tmp_path / "o.jsonl"]).records) == 4
+
+
+def test_without_resume_repeats_are_added(launcher: FakeLauncher, tmp_path: Path) -> None:
+    words = ["run", "--arm", "none", "--results", "o.jsonl"]
+    assert (cli.main(words), cli.main(words)) == (0, 0)
+    assert [record.launch for record in read_records([tmp_path / "o.jsonl"]).records] == [1, 2]
+
+
+def test_a_torn_line_of_a_killed_run_is_tolerated(
+    launcher: FakeLauncher, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "o.jsonl").write_text('{"schema_version": 1, "run')
+    assert cli.main(["run", "--arm", "none", "--results", "o.jsonl", "--resume"]) == 0
+    assert capsys.readouterr().err.startswith("warning: o.jsonl:1: ")
+    assert len(read_records([tmp_path / "o.jsonl"]).records) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["run", "--arm", "overlp"], "error: unknown arm overlp: did you mean overlap?"),
+        (["run", "--nproc", "3", "--world", "4"], "error: --nproc 3 does not divide a world of 4; use --nproc 2"),
+        (["run", "--ac", "half"], "error: --ac half: choose full or none"),
+        (["run", "--no-such"], "error: No such option: --no-such"),
+        (["run", "--device", "cuda"], "error: --device cuda: no GPU to use (NVML lists no GPU); use --device cpu"),
+        (["rum"], "error: No such command 'rum'."),
+        (["report", "nowhere.jsonl"], "error: cannot read nowhere.jsonl: No such file or directory"),
+        (["report"], "error: Missing argument 'FILE...'."),
+        (
+            ["run", "--results", "/proc/none/x.jsonl"],
+            "error: cannot write results to /proc/none/x.jsonl: No such file or directory; choose another --results",
+        ),
+        (["run", "--results", "."], "error: cannot write results to .: Is a directory; choose another --results"),
+        (
+            ["run", "--arm", "none", "--model", "qwen3-30b-a3b"],
+            "error: no arm fits: none needs about 468.9 GiB of host memory for 2 processes, 60.8 GiB are available; "
+            "use fewer --layers, a shorter --seq-len or tiny",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2_before_anything_starts(
+    launcher: FakeLauncher, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[0].startswith(line)
+    assert len(captured.err.splitlines()) == 1
+    assert launcher.launched == []
+
+
+def test_dry_run_shows_specs_and_commands_and_starts_nothing(
+    launcher: FakeLauncher, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["run", "--arm", "numa", "--arm", "none", "--dry-run", "--results", "o.jsonl"]) == 0
+    out = capsys.readouterr().out
+    assert "order: chunked (numa) #1, none #1" in out
+    assert '"name":"chunked","numa":true' in out
+    assert f"command  fake chunked {tmp_path}/o.runs/" in out
+    assert launcher.launched == []
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_the_default_results_file_is_local(launcher: FakeLauncher, tmp_path: Path) -> None:
+    assert cli.main(["run", "--arm", "none"]) == 0
+    assert len(list((tmp_path / "results" / "local").glob("*.jsonl"))) == 1
+
+
+def test_table_seed_runs_both_tables(launcher: FakeLauncher) -> None:
+    assert cli.main(["run", "--table", "seed", "--results", "o.jsonl"]) == 0
+    assert len(launcher.launched) == 12
+
+
+def test_report_is_machine_readable(launcher: FakeLauncher, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["run", "--results", "o.jsonl"])
+    capsys.readouterr()
+    assert cli.main(["report", "o.jsonl", "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["groups"][0]["rows"]
+    assert [row["arm"] for row in rows] == ["none", "main", "chunked", "chunked", "overlap"]
+
+
+def test_arms_describes_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["arms"]) == 0
+    out = capsys.readouterr().out
+    for name in ("none", "main", "chunked", "overlap"):
+        assert f"\n{name}  (exact)" in "\n" + out
+    assert "numa  (the same as --arm chunked --numa)" in out
+
+
+def test_the_package_runs_as_a_module() -> None:
+    words = [sys.executable, "-m", "offbench", "run", "--arm", "nonsense"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)

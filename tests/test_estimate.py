@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbench import arms
+from offbench.config import GIB, Mode, RunSpec, Workload
+from offbench.estimate import cautions, estimate, fit_layers, shortfalls, with_layers
+from tests.hosts import host
+
+
+def big(arm: str, **workload: object) -> RunSpec:
+    """The large model as one H200 rehearses it."""
+    return RunSpec(
+        workload=Workload.model_validate({"ep": 8, **workload}),
+        arm=arms.ARMS[arm].resolve(),
+        mode=Mode(kind="rehearsal", device="cuda", world=8, nproc=1),
+    )
+
+
+@pytest.mark.parametrize(("arm", "measured"), [("none", 61.1), ("main", 56.9), ("chunked", 36.1), ("overlap", 36.1)])
+def test_gpu_estimates_are_near_what_was_measured_on_an_h200(arm: str, measured: float) -> None:
+    assert estimate(big(arm)).gpu_bytes / GIB == pytest.approx(measured, rel=0.05)
+
+
+def test_pinned_state_is_two_moments_of_fp32() -> None:
+    assert estimate(big("overlap")).pinned_bytes / GIB == pytest.approx(28.435, abs=0.01)
+    assert estimate(big("none")).pinned_bytes == 0
+    inputs = 48 * 16384 * 2048 * 2
+    more = estimate(big("overlap", activation_offload=True))
+    assert more.pinned_bytes - estimate(big("overlap")).pinned_bytes == inputs
+
+
+def test_a_whole_first_step_holds_all_state_on_the_gpu() -> None:
+    spec = big("chunked").model_copy(update={"arm": arms.ARMS["chunked"].resolve(first_step="whole")})
+    assert estimate(spec).gpu_bytes == estimate(big("main")).gpu_bytes
+
+
+@given(
+    layers=st.integers(1, 47), tokens=st.sampled_from([1024, 16384, 65536]), arm=st.sampled_from(["none", "overlap"])
+)
+def test_more_work_never_needs_less_memory(layers: int, tokens: int, arm: str) -> None:
+    small, deep = (estimate(big(arm, layers=n, seq_len=tokens)) for n in (layers, layers + 1))
+    longer = estimate(big(arm, layers=layers, seq_len=2 * tokens))
+    assert small.gpu_bytes < deep.gpu_bytes
+    assert small.gpu_bytes < longer.gpu_bytes
+    assert small.host_bytes <= deep.host_bytes
+
+
+def test_what_cannot_fit_is_said_with_the_numbers() -> None:
+    assert shortfalls(big("none"), host(1)) == []
+    assert shortfalls(big("none"), host(1, gpu_gib=40)) == [
+        "needs about 61.8 GiB on each GPU, 37.3 of 40.0 GiB are usable"
+    ]
+    assert shortfalls(big("chunked"), host(1, gpu_gib=40)) == []
+    assert shortfalls(big("chunked"), host(1, host_gib=16)) == [
+        "needs about 32.4 GiB of host memory for 1 process, 15.2 GiB are available"
+    ]
+
+
+def test_locked_memory_and_busy_gpus_are_cautions() -> None:
+    low = replace(host(1), memlock_bytes=8 << 20)
+    assert [line.partition(" while")[0] for line in cautions(big("main"), low)] == ["pins 28.4 GiB a rank"]
+    assert cautions(big("none"), low) == []
+    busy = replace(host(1), gpus=(replace(host(1).gpus[0], free_bytes=20 * GIB),))
+    assert len(cautions(big("none"), busy)) == 1
+
+
+def test_the_deepest_model_that_fits_is_found() -> None:
+    specs = [big("none"), big("overlap")]
+    card = host(1, gpu_gib=24)
+    layers = fit_layers(specs, card)
+    assert 1 <= layers < 48
+    assert not any(shortfalls(with_layers(spec, layers), card) for spec in specs)
+    assert any(shortfalls(with_layers(spec, layers + 1), card) for spec in specs)
+    assert fit_layers(specs, host(1)) == 48
+    assert fit_layers(specs, host(1, gpu_gib=2)) == 0
+
+
+def test_the_default_depth_does_not_depend_on_what_is_free_now() -> None:
+    idle = host(1, host_gib=64)
+    assert fit_layers([big("main")], replace(idle, host_available_bytes=GIB)) == fit_layers([big("main")], idle)
+
+
+def test_on_a_cpu_everything_is_host_memory() -> None:
+    tiny = Workload(model="tiny", layers=4, seq_len=128)
+    spec = RunSpec(workload=tiny, arm=arms.ARMS["chunked"].resolve(), mode=Mode(device="cpu", world=2, nproc=2))
+    need = estimate(spec)
+    assert (need.gpu_bytes, need.pinned_bytes) == (0, 0)
+    assert shortfalls(spec, host(host_gib=8)) == []

@@ -1,0 +1,108 @@
+"""Real launches on the CPU through the command line: torchrun, gloo, the whole record."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def launch(results: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+    command = [
+        sys.executable,
+        "-m",
+        "offbench",
+        "run",
+        "--device",
+        "cpu",
+        "--model",
+        "tiny",
+        "--results",
+        str(results),
+    ]
+    done = subprocess.run(
+        [*command, *options],
+        check=False,
+        text=True,
+        capture_output=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    lines = results.read_text().splitlines() if results.exists() else []
+    return done, [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    arms = [word for arm in ("none", "chunked", "overlap") for word in ("--arm", arm)]
+    results = tmp_path_factory.mktemp("run") / "out.jsonl"
+    done, found = launch(results, *arms, "--nproc", "2", "--ep", "2", "--warmup", "1", "--steps", "2", "--numa")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {record["spec"]["arm"]["name"]: record for record in found}
+
+
+def test_every_check_of_a_launch_holds(records: dict[str, dict[str, Any]]) -> None:
+    assert list(records) == ["none", "chunked", "overlap"]
+    for record in records.values():
+        assert record["status"] == "ok"
+        assert set(record["checks"].values()) == {"ok"}
+        assert record["host"]["numa"] == "not applicable"
+        assert len(record["steps"]) == 2
+        assert record["tok_s"] * record["step_s"] == pytest.approx(record["tokens_per_step"])
+        assert record["env"]["torch"]
+
+
+def test_arms_train_the_same_bit_for_bit(records: dict[str, dict[str, Any]]) -> None:
+    def course(name: str) -> list[tuple[float, float]]:
+        return [(step["loss"], step["grad_norm"]) for step in records[name]["steps"]]
+
+    assert course("none") == course("chunked") == course("overlap")
+
+
+def test_bytes_moved_are_those_of_the_state(records: dict[str, dict[str, Any]]) -> None:
+    for name, record in records.items():
+        state = record["local_params"] * 8
+        moved = record["moved"]
+        if name == "none":
+            assert moved["in_bytes_per_step"] == 0
+            continue
+        assert record["chunks"] > 4
+        assert record["state"] == {"device_bytes": 0, "host_bytes": state}
+        for way in ("in", "out"):
+            assert moved[f"{way}_bytes_per_step"] == moved[f"planned_{way}_bytes_per_step"]
+            assert moved[f"{way}_bytes_per_step"] == pytest.approx(state, rel=0.02)
+
+
+def test_unmeasured_figures_are_null(records: dict[str, dict[str, Any]]) -> None:
+    record = records["overlap"]
+    assert record["peak"]["steady_allocated_bytes"] is None
+    assert record["link"]["both_bytes_per_s"] is None
+    assert record["mfu"] is None
+
+
+def test_a_rehearsal_on_the_cpu(tmp_path: Path) -> None:
+    options = ("--arm", "none", "--arm", "overlap", "--mode", "rehearsal", "--world", "8", "--nproc", "1", "--ep", "8")
+    done, found = launch(tmp_path / "r.jsonl", *options, "--warmup", "1", "--steps", "2", "--activation-offload")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = found
+    assert first["spec"]["mode"]["kind"] == "rehearsal"
+    assert [s["loss"] for s in first["steps"]] == [s["loss"] for s in second["steps"]]
+    assert first["expert_tokens_max_over_mean"] == 1.0
+
+
+def test_a_rank_that_cannot_build_its_job_becomes_a_record(tmp_path: Path) -> None:
+    """--activation-offload without checkpointing is refused by the workload itself, inside the ranks."""
+    done, found = launch(tmp_path / "c.jsonl", "--arm", "none", "--ac", "none", "--activation-offload", "--nproc", "2")
+    assert done.returncode in (1, 2)
+    if done.returncode == 1:
+        assert found[0]["status"] == "crash"
+        assert found[0]["failure"]["type"] == "UsageError"
+        assert "--ac full" in found[0]["reason"]
+    else:
+        assert "--ac full" in done.stderr
+        assert found == []

@@ -1,0 +1,121 @@
+"""The real launcher under torchrun, with a stand-in worker: every way a launch can end, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from offbench.config import Mode, RunSpec, Workload
+from offbench.launcher import Exit, TorchrunLauncher, launch_env, members
+from offbench.outcome import classify
+from offbench.progress import Progress
+
+ROOT = Path(__file__).parent.parent
+SPEC = RunSpec(workload=Workload(model="tiny", layers=1), mode=Mode(device="cpu", world=2, nproc=2))
+
+
+def launch(folder: Path, act: str, timeout_s: float = 100.0) -> tuple[Exit, list[Progress]]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "STAND_IN": act, "OMP_NUM_THREADS": "1"}
+    seen: list[Progress] = []
+    end = TorchrunLauncher("tests.stand_in", env).launch(SPEC, folder, timeout_s, seen.append)
+    return end, seen
+
+
+def test_ok(tmp_path: Path) -> None:
+    end, seen = launch(tmp_path, "ok")
+    outcome = classify(tmp_path, end, 100)
+    assert (end.code, outcome.status) == (0, "ok")
+    assert outcome.measured["env"] == {"arm": "none", "omp": "1"}
+    assert [progress.phase for progress in seen] == ["build"]
+    assert list(tmp_path.glob("logs/**/stderr.log"))
+
+
+def test_a_hang_becomes_a_timeout_with_stacks_and_leaves_no_process(tmp_path: Path) -> None:
+    end, _ = launch(tmp_path, "hang", timeout_s=12)
+    assert members(tmp_path) == []
+    outcome = classify(tmp_path, end, 12)
+    assert (outcome.status, outcome.phase) == ("timeout", "build")
+    assert outcome.failure is not None
+    assert outcome.failure.stacks is not None
+    assert set(outcome.failure.stacks) == {"rank 0", "rank 1"}
+    assert all("wait_for_ever" in stack for stack in outcome.failure.stacks.values())
+
+
+def test_a_crash_carries_the_failing_ranks_own_error(tmp_path: Path) -> None:
+    end, _ = launch(tmp_path, "crash")
+    assert members(tmp_path) == []
+    outcome = classify(tmp_path, end, 100)
+    assert (outcome.status, outcome.reason) == ("crash", "rank 1: ValueError: bad")
+    assert outcome.failure is not None
+    assert outcome.failure.stack == "here"
+
+
+def test_a_rank_killed_from_outside_is_a_crash_with_its_last_words(tmp_path: Path) -> None:
+    end, _ = launch(tmp_path, "die")
+    assert members(tmp_path) == []
+    outcome = classify(tmp_path, end, 100)
+    assert outcome.status == "crash"
+    assert outcome.reason == "local rank 1 left no report; its last words: about to die"
+
+
+def test_an_interrupt_ends_the_launch(tmp_path: Path) -> None:
+    def interrupt_once_running() -> None:
+        while not list(tmp_path.glob("rank-*.json")):
+            pass_time.wait(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pass_time = threading.Event()
+    helper = threading.Thread(target=interrupt_once_running, daemon=True)
+    helper.start()
+    end, _ = launch(tmp_path, "hang")
+    helper.join()
+    assert end.interrupted
+    assert members(tmp_path) == []
+
+
+def test_the_environment_is_explicit(tmp_path: Path) -> None:
+    cpu = launch_env(SPEC, tmp_path, {})
+    assert (cpu["CUDA_VISIBLE_DEVICES"], int(cpu["OMP_NUM_THREADS"]) >= 1) == ("", True)
+    cuda = launch_env(RunSpec(), tmp_path, {"OMP_NUM_THREADS": "3", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"})
+    assert cuda["OMP_NUM_THREADS"] == "3"
+    assert cuda["PYTORCH_ALLOC_CONF"] == cuda["PYTORCH_CUDA_ALLOC_CONF"] == "backend:native"
+    assert launch_env(RunSpec(), tmp_path, {})["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert cuda["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_the_command_names_every_choice(tmp_path: Path) -> None:
+    command = TorchrunLauncher().command(RunSpec(), tmp_path)
+    assert command[1:] == [
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"),
+        *("--log-dir", str(tmp_path / "logs"), "--redirects", "3", "-m", "offbench.worker"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failures", "status", "reason"),
+    [
+        ([{"rank": 0, "time_ns": 1, "peer": True}, {"rank": 1, "time_ns": 9, "oom": True}], "oom", "rank 1: E: m"),
+        ([{"rank": 0, "time_ns": 7}, {"rank": 1, "time_ns": 3}], "crash", "rank 1: E: m"),
+        ([{"rank": 0, "time_ns": 7, "peer": True}], "crash", "rank 0: E: m"),
+    ],
+)
+def test_the_earliest_failure_that_is_no_peers_decides(
+    tmp_path: Path, failures: list[dict[str, object]], status: str, reason: str
+) -> None:
+    from offbench.fake import failed
+
+    end = failed(*({"type": "E", "message": "m\nn"} | failure for failure in failures))(SPEC, tmp_path)
+    outcome = classify(tmp_path, end, 1)
+    assert (outcome.status, outcome.reason, outcome.phase) == (status, reason, "warmup")
+
+
+def test_an_end_without_any_file_is_explained(tmp_path: Path) -> None:
+    assert classify(tmp_path, Exit(code=-9), 1).reason == (
+        "torchrun ended with code -9 and no rank left a report: killed from outside, perhaps for host memory; "
+        "see torchrun.log"
+    )
+    assert classify(tmp_path, Exit(code=0), 1).status == "crash"

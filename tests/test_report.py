@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from offbench import arms, seed
+from offbench.compare import Group, Row, compare
+from offbench.config import GIB, Mode, RunSpec, Workload
+from offbench.errors import UsageError
+from offbench.naming import arm_name, describe
+from offbench.record import RunRecord
+from offbench.render import headers, to_csv, to_json, to_markdown, to_table
+from offbench.report import report
+from offbench.verdict import verdicts
+
+RESULTS = Path(__file__).parent.parent / "results"
+ENV = {"gpu": "NVIDIA H200", "cpu_model": "Test CPU", "cpus": 16, "torch": "2.15.0", "offbench": "0.1.0"}
+
+
+def spec(arm: str = "none", *, numa: bool = False, world: int = 8, nproc: int = 1, **workload: Any) -> RunSpec:
+    return RunSpec(
+        workload=Workload.model_validate({"ep": 8, **workload}),
+        arm=arms.ARMS[arm].resolve(numa=numa),
+        mode=Mode(kind="real" if world == nproc else "rehearsal", device="cuda", world=world, nproc=nproc),
+    )
+
+
+def record(of: RunSpec, step_s: float | None = 2.0, launch: int = 1, **fields: Any) -> RunRecord:
+    base: dict[str, Any] = {
+        "run_id": of.run_id,
+        "launch": launch,
+        "status": "ok" if step_s else "oom",
+        "spec": of,
+        "step_s": step_s,
+        "tok_s": of.tokens_per_step / step_s if step_s else None,
+        "env": ENV,
+        "started_at": "2026-01-02T03:04:05+00:00",
+    }
+    return RunRecord.model_validate(base | fields)
+
+
+def only(records: list[RunRecord]) -> Group:
+    groups = compare(records)
+    assert len(groups) == 1
+    return groups[0]
+
+
+def row(group: Group, arm: str) -> Row:
+    return next(r for r in group.rows if r.arm == arm)
+
+
+def test_published_rows_against_their_baseline() -> None:
+    group = only(list(seed.published(seed.TABLE_A)))
+    got = [(round(r.x_none or 0, 2), round(r.exposed_s or 0, 2)) for r in group.rows]
+    assert got == [
+        *((1.00, 0.00), (2.17, 2.64), (1.82, 1.85), (1.85, 1.93)),
+        *((1.71, 1.61), (1.77, 1.74), (1.56, 1.26), (1.71, 1.61)),
+    ]
+    assert [round((r.run_peak_bytes or 0) / GIB, 1) for r in group.rows[:2]] == [81.3, 63.2]
+
+
+def test_published_rows_without_a_baseline_have_no_ratio() -> None:
+    rows = only([*seed.published(seed.TABLE_A), *seed.published(seed.TABLE_B)]).rows
+    assert [r.x_none for r in rows if r.activation_offload] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        record(spec("main"), env={**ENV, "gpu": "NVIDIA H100"}),
+        record(spec("main"), env={**ENV, "torch": "2.11.0"}),
+        record(spec("main"), env={**ENV, "offbench": "0.2.0"}),
+        record(spec("main"), env={**ENV, "cpu_model": "Another"}),
+        record(spec("main", seq_len=8192)),
+        record(spec("main", layers=24)),
+        record(spec("main", world=8, nproc=8)),
+        record(spec("main", world=8, nproc=2)),
+        record(spec("main"), source="published", reference="somewhere"),
+    ],
+)
+def test_unlike_rows_never_share_a_table(other: RunRecord) -> None:
+    groups = compare([record(spec()), other, record(spec("chunked"))])
+    assert [[r.arm for r in group.rows] for group in groups] == [["none", "chunked"], ["main"]]
+    assert groups[1].rows[0].x_none is None
+
+
+def test_an_emulated_link_is_another_mode() -> None:
+    slow = spec("main").model_copy(update={"mode": spec().mode.model_copy(update={"emulate_link": 38.8 * GIB})})
+    groups = compare([record(spec()), record(slow)])
+    assert len(groups) == 2
+    assert "rehearsal of 8, rank 0; link native" in describe(groups[0].caption)[2]
+    assert "link 38.8 GiB/s emulated" in describe(groups[1].caption)[2]
+
+
+def test_launches_give_a_median_and_a_spread_and_failures_stay_out() -> None:
+    launches = [record(spec("main"), s, i) for i, s in enumerate((4.0, 4.4, 4.1), start=1)]
+    broken = record(spec("main"), None, 4, reason="rank 1: no memory", phase="warmup")
+    group = only([record(spec()), *launches, broken])
+    main = row(group, "main")
+    assert main.step_s is not None
+    assert (main.step_s.median, main.step_s.low, main.step_s.high, main.step_s.n) == (4.1, 4.0, 4.4, 3)
+    assert (main.launches, main.status) == (3, "3 ok, 1 oom")
+    assert group.failures == ["main, launch 4: oom in warmup: rank 1: no memory"]
+
+
+def test_invalid_figures_do_not_count() -> None:
+    group = only([record(spec(), 2.0, status="invalid", reason="bytes in: 5 of 6")])
+    assert group.rows[0].step_s is None
+    assert group.failures == ["none, launch 1: invalid: bytes in: 5 of 6"]
+
+
+def test_differences_below_the_noise_floor_are_the_same() -> None:
+    base = [record(spec(), s, i) for i, s in enumerate((2.00, 2.06), start=1)]
+    near, far = record(spec("overlap"), 2.05), record(spec("main"), 2.2)
+    group = only([*base, near, far])
+    assert group.noise == pytest.approx(0.06 / 2.03)
+    assert (row(group, "overlap").same, row(group, "main").same, row(group, "none").same) == (True, False, False)
+    assert not row(only([base[0], near]), "overlap").same  # one launch each: no floor is known
+
+
+def test_each_activation_axis_has_its_own_baseline() -> None:
+    group = only(
+        [
+            record(spec(), 2.0),
+            record(spec(activation_offload=True), 3.0),
+            record(spec("main"), 4.0),
+            record(spec("main", activation_offload=True), 6.0),
+        ]
+    )
+    assert [r.x_none for r in group.rows] == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_the_unbound_baseline_serves_bound_arms() -> None:
+    group = only([record(spec(numa=True), 1.9), record(spec(), 2.0), record(spec("main", numa=True), 4.0)])
+    assert row(group, "main").x_none == 2.0
+
+
+def test_rates_that_disagree_are_pointed_out() -> None:
+    assert only([record(spec(), 2.0, tok_s=131072 / 2.0 * 1.009)]).notes == []
+    wrong = only([record(spec(), 7.2, tok_s=131072 / 44.1)])
+    assert wrong.notes == [
+        "none, launch 1: 2972 tok/s is written, 131072 tokens in 7.2 s make 18204: one of them is wrong"
+    ]
+
+
+def test_other_mathematics_is_pointed_out() -> None:
+    def losses(*values: float) -> list[dict[str, float]]:
+        return [{"loss": value} for value in values]
+
+    base = record(spec(), steps=losses(10.0, 9.0), adamw="fused")
+    close = record(spec("main"), steps=losses(10.0, 9.05), adamw="fused")
+    off = record(spec("overlap"), steps=losses(10.0, 9.2), adamw="foreach")
+    assert only([base, close]).notes == []
+    assert only([base, off]).notes == [
+        "AdamW implementations differ between arms (foreach, fused): not only copies differ",
+        "overlap: losses leave those of none by up to 2.2%: it does not train the same",
+    ]
+
+
+def test_mixed_commits_are_pointed_out() -> None:
+    one, two = (record(spec(a), env={**ENV, "commit": c, "dirty": False}) for a, c in (("none", "aa"), ("main", "bb")))
+    assert only([one]).notes == []
+    assert only([one, two]).notes == ["rows come from different commits or an uncommitted tree: compare with care"]
+
+
+def test_names_say_what_differs_from_the_default() -> None:
+    arm = arms.ARMS["overlap"].resolve(numa=True, slots=8, chunk_bytes=512 << 20, first_step="whole")
+    of = spec(activation_offload=True).model_copy(update={"arm": arm})
+    assert arm_name(of) == "overlap (numa, activation offload, whole first step, chunk 512MiB, slots 8)"
+    assert arm_name(spec("overlap")) == "overlap"
+    group = only([record(spec("main", numa=True), host={"numa": "not applicable: one node"})])
+    assert group.rows[0].axes == "numa not applicable"
+
+
+def test_markdown_marks_what_is_modelled_and_missing() -> None:
+    peak = {"first_step_allocated_bytes": 60 * GIB, "steady_allocated_bytes": 50 * GIB}
+    text = to_markdown(compare([record(spec(), peak=peak), record(spec("main"), None)]))
+    lines = text.splitlines()
+    assert lines[0] == "1 x NVIDIA H200; Test CPU, 16 CPUs  "
+    assert "| tok/s, modelled |" in text
+    assert "| none | - | 65536 | 2.000 | 1.00 | 0.000 | 60.0 | 50.0 | - | - | 1 | ok |" in lines
+    assert "| main | - | - | - | - | - | - | - | - | - | 0 | oom |" in lines
+    assert "tok/s, modelled" not in headers(only([record(spec(world=8, nproc=8))]))
+
+
+def test_a_whole_run_peak_is_marked() -> None:
+    text = to_markdown(compare(seed.published(seed.TABLE_A)))
+    assert "| none | - | 57800 | 2.260 | 1.00 | 0.000 | 81.3* | - | - | 41.0 | 1 | ok |" in text
+    assert "- * over the whole run, first step included" in text
+
+
+def test_a_terminal_table_fits_a_usual_width() -> None:
+    out = io.StringIO()
+    to_table(compare(seed.published(seed.TABLE_A)), Console(file=out, width=100))
+    assert max(map(len, out.getvalue().splitlines())) <= 110
+    assert "57800" in out.getvalue()
+
+
+def test_machine_formats_name_units_and_keep_nulls() -> None:
+    groups = compare([record(spec()), record(spec("main"), None)])
+    body = json.loads(to_json(groups, ["x:1: torn"]))
+    assert body["problems"] == ["x:1: torn"]
+    none, main = body["groups"][0]["rows"]
+    assert (none["step_s"], none["tok_per_s"], none["x_none"]) == (2.0, 65536.0, 1.0)
+    assert main["step_s"] is None
+    lines = list(csv.DictReader(io.StringIO(to_csv(groups))))
+    assert [line["step_s"] for line in lines] == ["2.0", ""]
+    assert lines[0]["gpu"] == "NVIDIA H200"
+    assert {"steady_peak_allocated_bytes", "exposed_s", "tok_per_s_min"} <= set(lines[0])
+
+
+def test_report_reads_files_and_warns_about_torn_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(record(spec()).model_dump_json() + '\n{"torn')
+    report([path, *sorted(RESULTS.glob("seed-*.jsonl"))])
+    captured = capsys.readouterr()
+    assert captured.out.count("| arm | axes |") == 2  # not a terminal: Markdown
+    assert captured.err.startswith(f"warning: skipped {path}:2: ")
+    report([path], "json")
+    assert len(json.loads(capsys.readouterr().out)["problems"]) == 1
+
+
+def test_report_refuses_what_it_cannot_show(tmp_path: Path) -> None:
+    empty = tmp_path / "r.jsonl"
+    empty.touch()
+    with pytest.raises(UsageError, match="no records in"):
+        report([empty])
+    with pytest.raises(UsageError, match="--format yaml: choose table, md, csv or json"):
+        report([empty], "yaml")
+
+
+def test_a_verdict_says_the_cost_and_what_to_try() -> None:
+    peak = {"steady_allocated_bytes": 36 * GIB}
+    floor = {"seconds": 0.63, "bound_by": "gpu_link duplex"}
+    lines = verdicts(
+        [
+            record(spec(), 2.0, peak=peak),
+            record(spec("main"), None, reason="rank 0: OutOfMemoryError: full."),
+            record(spec("chunked"), 3.0, peak=peak, floor=floor),
+            record(spec("overlap"), 2.5, peak=peak),
+        ]
+    )
+    assert lines == [
+        "none: ok, 2 s a step, peak 36.0 GiB. The baseline.",
+        "main: oom: rank 0: OutOfMemoryError: full. Try fewer --layers or a shorter --seq-len, or --arm chunked, "
+        "which holds less state.",
+        "chunked: ok, 3 s a step, x none 1.50, exposed 1.000 s, floor 0.63 s (gpu_link duplex), peak 36.0 GiB. "
+        "Try --arm overlap: it hides copies behind the next forward.",
+        "overlap: ok, 2.5 s a step, x none 1.25, exposed 0.500 s, peak 36.0 GiB. Try --slots 8.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("records", "nodes", "advice"),
+    [
+        ([record(spec("overlap"), 2.0)], 1, "Add --arm none to see what it costs."),
+        (
+            [record(spec("overlap"), 2.02), record(spec())],
+            1,
+            "Nothing is exposed; fewer --slots would hold less memory.",
+        ),
+        ([record(spec("main"), 2.0), record(spec())], 1, "Nothing is exposed; --arm chunked would hold less memory."),
+        ([record(spec("overlap"), 2.5), record(spec())], 2, "Try --numa."),
+        (
+            [record(spec("main"), 2.5), record(spec())],
+            2,
+            "Try --arm chunked: both directions at once, and less memory.",
+        ),
+        ([record(spec("chunked"), None, status="skipped")], 1, "Try fewer --layers or a shorter --seq-len."),
+        ([record(spec(), None, status="timeout")], 1, "Read the stacks in the record, or allow more with --timeout."),
+        ([record(spec(), None, status="crash")], 1, "Read the logs in the run's folder."),
+        ([record(spec(), None, status="interrupted")], 1, "Run it again with --resume."),
+        ([record(spec(), 2.0, status="invalid")], 1, "Its figures do not count; see the record's checks."),
+    ],
+)
+def test_what_to_try_next(records: list[RunRecord], nodes: int, advice: str) -> None:
+    assert verdicts(records, nodes)[0].endswith(advice)

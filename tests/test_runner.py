@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from offbench import arms, environment, fake
+from offbench.config import Mode, RunSpec, Workload
+from offbench.fake import FakeLauncher, Outcome
+from offbench.launcher import Exit
+from offbench.progress import Pace, PlainDisplay, Progress, ProgressTail, TerminalDisplay, describe, show_seconds
+from offbench.record import ResultsFile, RunRecord, read_records
+from offbench.runner import Planned, Runner, RunReport, interleave, without_done
+from tests.hosts import host
+
+ENV = environment.capture(None)
+
+
+def spec(arm: str = "none", layers: int = 4, numa: bool = False) -> RunSpec:
+    return RunSpec(
+        workload=Workload(model="tiny", layers=layers, seq_len=128, compile=False),
+        arm=arms.ARMS[arm].resolve(numa=numa),
+        mode=Mode(device="cpu", world=2, nproc=2),
+    )
+
+
+ALL = [spec(name) for name in ("none", "main", "chunked")]
+
+
+def run(
+    path: Path, outcomes: dict[str, Outcome | list[Outcome]], specs: list[RunSpec], launches: int = 1, gib: int = 64
+) -> tuple[RunReport, FakeLauncher, str]:
+    launcher, out = FakeLauncher(outcomes), io.StringIO()
+    results = ResultsFile(path)
+    runner = Runner(launcher, results, PlainDisplay(out), host(host_gib=gib), ENV, timeout_s=60)
+    report = runner.run(interleave(specs, launches))
+    results.close()
+    return report, launcher, out.getvalue()
+
+
+def test_rounds_change_direction() -> None:
+    plan = interleave(ALL, 3)
+    assert [item.spec.arm.name for item in plan] == [
+        *("none", "main", "chunked"),
+        *("chunked", "main", "none"),
+        *("none", "main", "chunked"),
+    ]
+    assert [item.order for item in plan] == list(range(9))
+    assert [item.launch for item in plan] == [1] * 3 + [2] * 3 + [3] * 3
+
+
+def test_an_arm_given_twice_is_two_launches_of_one_run() -> None:
+    plan = interleave([spec(), spec()], 2)
+    assert [item.launch for item in plan] == [1, 2, 3, 4]
+
+
+def test_repeats_are_numbered_after_those_already_recorded() -> None:
+    past = [RunRecord(run_id=spec().run_id, launch=3, status="ok", spec=spec())]
+    assert [item.launch for item in interleave([spec()], 2, past)] == [4, 5]
+
+
+def test_each_launch_is_one_record_with_what_only_the_runner_knows(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "r.jsonl"
+    report, launcher, _ = run(path, {}, ALL, launches=2)
+    records = read_records([path]).records
+    assert [record.spec for record in records] == launcher.launched
+    assert [record.order for record in records] == list(range(6))
+    first = records[0]
+    assert (first.status, first.step_s, first.source) == ("ok", 2.0, "measured")
+    assert first.started_at is not None
+    assert first.duration_s is not None
+    assert first.host.estimated_host_bytes is not None
+    assert first.host.estimated_gpu_bytes is None  # a CPU run: null, not zero
+    assert first.run_id == spec().run_id
+    assert not report.interrupted
+
+
+def test_a_failing_arm_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
+    outcomes: dict[str, Outcome | list[Outcome]] = {"none": fake.oom(), "main": fake.timed_out()}
+    report, _, out = run(tmp_path / "r.jsonl", outcomes, ALL)
+    assert [record.status for record in report.records] == ["oom", "timeout", "ok"]
+    oom, late = report.records[:2]
+    assert oom.reason == "rank 1: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert oom.failure is not None
+    assert (oom.failure.rank, oom.phase, oom.step_s, oom.tok_s) == (1, "warmup", None, None)
+    assert oom.env["torch"] == ENV["torch"]
+    assert late.failure is not None
+    assert late.failure.stacks == {"rank 0": "Thread 1 (idle): wait"}
+    assert late.phase == "warmup"
+    assert "none: oom: rank 1" in out
+
+
+def test_an_invalid_window_keeps_its_figures_and_its_status(tmp_path: Path) -> None:
+    bad = fake.ok(3.0, status="invalid", reason="bytes in: 5 of 6")
+    report, _, _ = run(tmp_path / "r.jsonl", {"main": bad}, [spec("main")])
+    record = report.records[0]
+    assert (record.status, record.reason, record.step_s) == ("invalid", "bytes in: 5 of 6", 3.0)
+
+
+def test_an_interrupt_keeps_the_record_and_stops(tmp_path: Path) -> None:
+    report, launcher, _ = run(tmp_path / "r.jsonl", {"main": fake.interrupted()}, ALL)
+    assert report.interrupted
+    assert [record.status for record in read_records([tmp_path / "r.jsonl"]).records] == ["ok", "interrupted"]
+    assert len(launcher.launched) == 2
+
+
+def test_a_termination_signal_interrupts(tmp_path: Path) -> None:
+    def play(_: RunSpec, folder: Path) -> Exit:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            return Exit(code=None, interrupted=True)
+        return Exit(code=0)
+
+    before = signal.getsignal(signal.SIGTERM)
+    report, _, _ = run(tmp_path / "r.jsonl", {"none": play}, ALL)
+    assert [record.status for record in report.records] == ["interrupted"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_cannot_fit_is_skipped_with_the_numbers(tmp_path: Path) -> None:
+    wide = spec("chunked", layers=100_000)
+    report, launcher, out = run(tmp_path / "r.jsonl", {}, [spec(), wide])
+    assert [record.status for record in report.records] == ["ok", "skipped"]
+    assert launcher.launched == [spec()]
+    assert "of host memory for 2 processes" in (report.records[1].reason or "")
+    assert "skipped: needs about" in out
+
+
+def done(of: RunSpec, launch: int = 1, status: str = "ok", **env: Any) -> RunRecord:
+    return RunRecord.model_validate(
+        {"run_id": of.run_id, "launch": launch, "status": status, "spec": of, "env": {**ENV, **env}}
+    )
+
+
+def test_resume_skips_only_what_is_done_here() -> None:
+    plan = interleave(ALL, 1)
+
+    def left(*past: RunRecord) -> list[Planned]:
+        return without_done(plan, past, ENV)
+
+    assert left(done(ALL[0])) == plan[1:]
+    assert left(done(ALL[0], status="crash")) == plan
+    assert left(done(ALL[0], launch=2)) == plan
+    assert left(done(ALL[0], torch="9.9")) == plan
+    assert left(done(ALL[0], offbench="9.9")) == plan
+    assert left(done(ALL[0], cpu_model="another")) == plan
+    assert left(*(done(s) for s in ALL)) == []
+
+
+def test_run_folders_are_kept_and_never_shared(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(path, {"none": fake.oom()}, [spec()])
+    report, _, _ = run(path, {}, [spec()])
+    assert report.records[0].status == "ok"  # the failure of the first try is not read again
+    names = sorted(folder.name for folder in (tmp_path / "r.runs").iterdir())
+    assert names == [f"{spec().run_id}-1", f"{spec().run_id}-1-try2"]
+
+
+def ticking(*times: float) -> Callable[[], float]:
+    left = list(times)
+    return lambda: left.pop(0) if len(left) > 1 else left[0]
+
+
+def test_plain_lines_show_phases_and_the_last_step() -> None:
+    out = io.StringIO()
+    display = PlainDisplay(out, clock=ticking(100.0))
+    display.start("launch 1 of 1: none", steps=3)
+    for progress in (
+        Progress("build"),
+        Progress("measure", 1, 3, 10.0, 1.0),
+        Progress("measure", 2, 3, 10.0, 2.5),
+        Progress("measure", 3, 3, 10.0, 4.0),
+    ):
+        display.update(progress)
+    assert out.getvalue().splitlines() == [
+        "launch 1 of 1: none",
+        "  build",
+        "  measure step 1 of 3, 10 tok/s",
+        "  measure step 3 of 3, 10 tok/s, 0 s left",
+    ]
+
+
+def test_plain_lines_come_again_after_a_while() -> None:
+    out = io.StringIO()
+    display = PlainDisplay(out, clock=ticking(0.0, 5.0, 11.0, 11.0, 12.0))
+    for step in range(1, 5):
+        display.update(Progress("measure", step, 100))
+    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["1", "3"]
+
+
+def test_time_left_counts_the_window_during_warm_up() -> None:
+    pace = Pace(15)
+    assert pace.left(Progress("build")) is None
+    assert pace.left(Progress("warmup", 1, 5, time=50.0)) is None
+    assert pace.left(Progress("warmup", 2, 5, time=52.0)) == 2.0 * (3 + 15)
+    assert pace.left(Progress("measure", 1, 15, time=54.0)) == 2.0 * 14
+    assert pace.left(Progress("drain")) is None
+
+
+def test_a_terminal_gets_a_bar_and_keeps_the_closing_line() -> None:
+    out = io.StringIO()
+    display = TerminalDisplay(Console(file=out, force_terminal=True, width=100, highlight=False))
+    display.start("launch 1 of 1: none", steps=3)
+    display.update(Progress("measure", 2, 3, 1234.0, 1.0))
+    display.finish("  none: 2 s a step")
+    assert "measure step 2 of 3, 1234 tok/s" in out.getvalue()
+    assert out.getvalue().rstrip().endswith("none: 2 s a step")
+
+
+def test_durations() -> None:
+    assert [show_seconds(s) for s in (9.4, 200, 7500)] == ["9 s", "3 min 20 s", "2 h 5 min"]
+    assert describe(Progress("drain"), None) == "drain"
+
+
+def test_the_tail_waits_for_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "progress.jsonl"
+    tail = ProgressTail(path)
+    assert tail.read() == []
+    path.write_text('{"phase": "build"}\n{"phase": "mea')
+    assert [progress.phase for progress in tail.read()] == ["build"]
+    with path.open("a") as file:
+        file.write('sure", "step": 1, "of": 3, "tok_s": 2.0, "time": 5.0}\n')
+    assert tail.read() == [Progress("measure", 1, 3, 2.0, 5.0)]
+    assert tail.read() == []

@@ -1,0 +1,60 @@
+"""Block inputs that travel to the host and back change no bit, and are counted."""
+
+import pytest
+import torch
+
+from offbench.errors import OffbenchError
+from offbench.workload.activation_offload import ActivationOffload
+from offbench.workload.initial import initialise
+from offbench.workload.model import Options, Qwen3Moe
+from offbench.workload.parallel import build
+from offbench.workload.presets import find
+from tests.ranks import on_ranks
+from tests.workload import jobs
+
+
+def with_offload(rank, spec):
+    job = build(spec, rank, jobs.CPU)
+    loss = jobs.backward(job)
+    offload = job.activation_offload
+    return loss, jobs.gradients(job), offload.out_bytes, offload.in_bytes, offload.host_bytes
+
+
+def test_loss_and_gradients_are_bitwise_those_without_offload():
+    chosen = {"ep": 2, "layers": 3, "grad_accum": 2}
+    plain = on_ranks(2, jobs.loss_and_gradients, jobs.spec(2, **chosen), torch.bfloat16)
+    moved = on_ranks(2, with_offload, jobs.spec(2, activation_offload=True, **chosen))
+    one_input = 32 * find("tiny").hidden * 2
+    for (loss, grads), (loss_too, grads_too, out, back, held) in zip(plain, moved, strict=True):
+        assert torch.equal(loss, loss_too)
+        assert all(torch.equal(grads[name], grads_too[name]) for name in grads)
+        assert out == back == 2 * 3 * one_input
+        assert held == 3 * one_input
+
+
+def model_and_tokens():
+    shape = find("tiny")
+    offload = ActivationOffload(2, (1, 16, shape.hidden), torch.float32, jobs.CPU)
+    model = Qwen3Moe(shape, 2, Options(checkpoint=True, activation_offload=offload))
+    initialise(model, seed=0)
+    return model, torch.zeros(1, 16, dtype=torch.int64), offload
+
+
+def test_backward_reads_the_host_buffers():
+    model, tokens, offload = model_and_tokens()
+    loss = model(tokens, tokens)
+    for buffer in offload._buffers:
+        buffer.fill_(torch.nan)
+    loss.backward()
+    assert all(p.grad.isnan().any() for p in model.blocks.parameters())
+
+
+def test_two_forwards_before_a_backward_are_refused():
+    model, tokens, _ = model_and_tokens()
+    loss = model(tokens, tokens)
+    with pytest.raises(OffbenchError, match="block 0 ran forward twice"):
+        model(tokens, tokens)
+    loss.backward()
+    with torch.no_grad():
+        model(tokens, tokens)
+        model(tokens, tokens)
