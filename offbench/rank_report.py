@@ -66,7 +66,7 @@ def describe(
         staging_bytes=optimizer.staging_peak,
         host=Host(
             pinned_requested_bytes=pinned if on_gpu else 0,
-            pinned_locked_bytes=optimizer.store.locked_bytes + (offload.host_bytes if offload else 0) if on_gpu else 0,
+            pinned_locked_bytes=optimizer.store.locked_bytes + (offload.locked_bytes if offload else 0),
             pin_s=optimizer.store.seconds if on_gpu else None,
             rss_bytes=psutil.Process().memory_info().rss,
         ),

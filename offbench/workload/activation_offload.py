@@ -6,6 +6,7 @@ no events: a buffer is read in backward before the next forward can write it. Va
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -14,14 +15,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from offbench.errors import OffbenchError
+from offbench.offload.hoststore import HostStore
 
 
 class ActivationOffload:
-    """One host buffer per block, made at once; pinned where the device is a GPU."""
+    """One host buffer per block, all in exactly sized slabs made at once; pinned where the device is a GPU."""
 
     def __init__(self, blocks: int, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        pin = device.type == "cuda"
-        self._buffers = [torch.empty(size, dtype=dtype, pin_memory=pin) for _ in range(blocks)]
+        used = math.prod(size) * dtype.itemsize
+        self._store = HostStore([-(-used // 512) * 512] * blocks, pin_for=device)
+        self._buffers = [self._store.chunk(block)[:used].view(dtype).view(size) for block in range(blocks)]
         self._held = [False] * blocks
         self._device = device
         self.out_bytes = 0
@@ -32,7 +35,12 @@ class ActivationOffload:
     @property
     def host_bytes(self) -> int:
         """Bytes of all buffers, as requested."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return self._store.requested_bytes
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes the driver pinned for them; 0 on the CPU."""
+        return self._store.locked_bytes
 
     def saving(self, block: int) -> AbstractContextManager[None]:
         """While entered, the tensor autograd saves is the input of that block; it is kept in the block's buffer.
@@ -40,9 +48,9 @@ class ActivationOffload:
         The block must be checkpointed (non-reentrant), so that its input is all that is saved. Raises OffbenchError
         in a forward whose block still waits for the backward of an earlier one.
         """
-        return saved_tensors_hooks(partial(self._store, block), self._load)
+        return saved_tensors_hooks(partial(self._save, block), self._load)
 
-    def _store(self, block: int, saved: Tensor) -> Tensor | int:
+    def _save(self, block: int, saved: Tensor) -> Tensor | int:
         buffer = self._buffers[block]
         if saved.shape != buffer.shape:  # checkpoint also saves an empty tensor of its own
             return saved

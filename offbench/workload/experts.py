@@ -12,6 +12,7 @@ mirrored step. See Note [The host's wait] for the one copy to the host per layer
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -164,14 +165,19 @@ all_to_all: Callable[..., Tensor] = _AllToAll.apply
 _make_event: Callable[[], Any] = torch.cuda.Event
 
 
-class Plan(NamedTuple):
-    """How rows, sorted by expert, get to the experts: what `Experts` needs beside the rows."""
+@dataclass(frozen=True)
+class Plan:
+    """How rows, sorted by expert, get to the experts: what `Experts` needs beside the rows.
+
+    A class, not a tuple: FSDP2 looks for tensors in tuples and would move `splits` to the device.
+    """
 
     ends: Tensor
     """[local experts] int32, one past each expert's last row once rows are sorted by local expert."""
-    index: Tensor | None = None
-    """[most] sorted = arrived[index], valid up to the rows that arrive; None without expert parallelism."""
-    inverse: Tensor | None = None
+    into: Tensor | None = None
+    """[most] sorted = arrived[into], valid up to the rows that arrive; None without expert parallelism."""
+    back: Tensor | None = None
+    """[most] its inverse: arrived = sorted[back]."""
     splits: Tensor | None = None
     """[2, ranks] on the host: rows to send to and to receive from each rank, valid once `ready` is."""
     ready: Any = None
@@ -206,20 +212,20 @@ class ExpertParallel:
             splits = self._pinned.copy_(splits, non_blocking=True)
             ready = _make_event()
             ready.record()
-        index, inverse, ends = kernels.sort_runs(both[1], self.ranks * rows)
-        return Plan(ends, index, inverse, splits, ready)
+        into, back, ends = kernels.sort_runs(both[1], self.ranks * rows)
+        return Plan(ends, into, back, splits, ready)
 
     def through(self, experts: Callable[[Tensor, Tensor], Tensor], rows: Tensor, plan: Plan) -> Tensor:
         """Send rows to their experts' ranks, through the experts, and back into the same order."""
-        assert plan.index is not None and plan.inverse is not None and plan.splits is not None  # noqa: PT018
+        assert plan.into is not None and plan.back is not None and plan.splits is not None  # noqa: PT018
         if plan.ready is not None:
             plan.ready.synchronize()
         send, receive = plan.splits.tolist()
-        index, inverse = plan.index[: sum(receive)], plan.inverse[: sum(receive)]
+        into, back = plan.into[: sum(receive)], plan.back[: sum(receive)]
         rows = all_to_all(rows, send, receive, self.group)
-        rows = permute(rows, index, inverse)
+        rows = permute(rows, into, back)
         rows = experts(rows, plan.ends)
-        rows = permute(rows, inverse, index)
+        rows = permute(rows, back, into)
         return all_to_all(rows, receive, send, self.group)
 
 

@@ -6,8 +6,9 @@ are functions here, and `compiled()` compiles each once. Parameters come in as a
 compiled code and nothing is recompiled per layer. Grouped matrix products stay outside: they are one library call
 that compilation cannot improve.
 
-The functions that move rows are called from `autograd.Function`s, forward and backward, so every backward is written
-here too, as gathers: no atomic additions, hence no fp32 copies of row buffers and bitwise repeatable gradients.
+The functions that move rows are called from `autograd.Function`s, forward and backward, so their backwards are written
+here too, as gathers: no atomic additions, hence no fp32 copies of row buffers and bitwise repeatable gradients. A bare
+gather is not compiled: `index_select` already runs at the memory's speed, and costs the host less to launch.
 """
 
 from __future__ import annotations
