@@ -101,6 +101,13 @@ def run(
         bool | None,
         typer.Option("--balanced-routing/--natural-routing", help="Same tokens for every expert (default), or top-k."),
     ] = None,
+    count_readback: Annotated[
+        bool,
+        typer.Option(
+            "--count-readback/--no-count-readback",
+            help="Read expert counts back to the host once a layer, as real expert parallelism does (default).",
+        ),
+    ] = True,
     adamw: Annotated[str | None, typer.Option(help="AdamW of every arm: fused or foreach.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data.")] = None,
     max_norm: Annotated[
@@ -151,6 +158,7 @@ def run(
         ac=ac,
         compile=compile,
         balanced_routing=balanced_routing,
+        count_readback=count_readback,
         adamw=adamw,
         seed=seed,
         max_norm=max_norm,

@@ -43,6 +43,9 @@ class Workload(Frozen):
     """Saved block inputs go to pinned host memory over the same link."""
     routing: Literal["balanced", "natural"] = "balanced"
     """balanced: every expert gets the same number of tokens; natural: the router's own top-k."""
+    count_readback: bool = True
+    """The host reads the expert counts back once per layer and pass, as real expert parallelism must. False only
+    under balanced routing, where it knows them: shows what that small copy costs beside bulk write-back."""
     adamw: Literal["fused", "foreach"] = "fused"
     """torch AdamW implementation, the same in every arm."""
     lr: float = 1e-6

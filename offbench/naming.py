@@ -46,7 +46,8 @@ def describe(caption: dict[str, Any]) -> list[str]:
     depth = PRESETS[w["model"]].layers if w["model"] in PRESETS else w["layers"]
     layers = f"{w['layers']} layers" if w["layers"] == depth else f"{w['layers']} of {depth} layers"
     batch = f"{w['seq_len']} tokens x {w['micro_batch']} x {w['grad_accum']} a rank"
-    flags = [f"EP {w['ep']}", f"checkpointing {w['ac']}", "compile" if w["compile"] else "no compile", w["routing"]]
+    ep = f"EP {w['ep']}" + ("" if w["count_readback"] else " without count read-back")
+    flags = [ep, f"checkpointing {w['ac']}", "compile" if w["compile"] else "no compile", w["routing"]]
     kind = "real"
     if mode["kind"] == "rehearsal":
         ranks = "rank 0" if mode["nproc"] == 1 else f"ranks 0-{mode['nproc'] - 1}"

@@ -19,6 +19,7 @@ from offbench.hardware import Hardware
 from offbench.units import count, gib, parse_rate, parse_size
 from offbench.workload import presets
 from offbench.workload.presets import ModelShape
+from offbench.workload.rules import check
 
 F = TypeVar("F", bound=Frozen)
 BIG_WORLD = 8
@@ -42,6 +43,7 @@ class Options:
     compile: bool | None = None
     activation_offload: bool = False
     balanced_routing: bool | None = None
+    count_readback: bool = True
     adamw: str | None = None
     seed: int | None = None
     max_norm: float | None = None
@@ -88,6 +90,8 @@ def resolve(options: Options, hardware: Hardware) -> Resolved:
         )
         for arm, offload in _arms(options, shape)
     ]
+    for spec in specs:
+        check(spec, shape)
     notes += _about_mode(options, hardware, mode, shape)
     if options.layers is None and device == "cuda":
         specs, fitted = _fit(specs, hardware, shape)
@@ -162,6 +166,7 @@ def _workload(options: Options, device: str, shape: ModelShape, mode: Mode) -> W
         ac=options.ac,
         compile=options.compile if options.compile is not None else device == "cuda",
         routing="natural" if options.balanced_routing is False else "balanced",
+        count_readback=options.count_readback,
         adamw=options.adamw,
         lr=options.lr,
         seed=options.seed,

@@ -191,12 +191,15 @@ class ExpertParallel:
     layer, and then has to launch kernels faster than the device runs them or the device idles. Hence everything that
     can be launched without the splits is launched before the wait: index arithmetic (over an upper bound of rows), the
     gather of the rows to send, and, as the wait is inside the forward of the experts' FSDP unit, its unsharding.
+
+    known: every expert gets equally many rows (balanced routing), so the host need not ask.
     """
 
-    def __init__(self, group: dist.ProcessGroup, experts: int, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, experts: int, device: torch.device, known: bool = False) -> None:
         self.group = group
         self.ranks = group.size()
         self.local = experts // self.ranks
+        self.known = known
         self._pinned = (
             torch.empty((2, self.ranks), dtype=torch.int64, pin_memory=True) if device.type == "cuda" else None
         )
@@ -206,6 +209,9 @@ class ExpertParallel:
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self.group)
         both = torch.cat((counts, received)).view(2, self.ranks, self.local)
+        if self.known:
+            into, back, ends = kernels.sort_runs(both[1], rows)
+            return Plan(ends, into, back, torch.full((2, self.ranks), rows // self.ranks))
         splits = both.sum(dim=-1)
         ready = None
         if self._pinned is not None:

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from offbench.config import RunSpec
-from offbench.errors import UsageError
 from offbench.workload import data
 from offbench.workload.activation_offload import ActivationOffload
 from offbench.workload.clip import clip_grad_norm
@@ -26,6 +25,7 @@ from offbench.workload.initial import initialise
 from offbench.workload.kernels import Kernels, compiled
 from offbench.workload.model import Options, Qwen3Moe
 from offbench.workload.presets import ModelShape, find
+from offbench.workload.rules import check
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def build(spec: RunSpec, rank: int, device: torch.device, *, param_dtype: torch.
         routing=spec.workload.routing,
         kernels=compiled() if spec.workload.compile else Kernels(),
         checkpoint=spec.workload.ac == "full",
-        ep=ExpertParallel(experts_mesh["ep"].get_group(), shape.experts, device) if ep > 1 else None,
+        ep=_expert_parallel(spec, shape, experts_mesh, device),
         activation_offload=_activation_offload(spec, shape, device, param_dtype),
     )
     with torch.device("meta"):
@@ -122,18 +122,13 @@ def build(spec: RunSpec, rank: int, device: torch.device, *, param_dtype: torch.
     return Job(spec, shape, rank, device, model, dp, experts_mesh["efsdp"], options.activation_offload, params)
 
 
-def check(spec: RunSpec, shape: ModelShape) -> None:
-    """Raise UsageError when the workload cannot run on that many ranks."""
-    w, world = spec.workload, spec.mode.world
-    if world % w.ep or shape.experts % w.ep:
-        raise UsageError(f"--ep {w.ep} must divide {world} ranks and {shape.experts} experts; choose another")
-    if w.routing == "balanced" and w.seq_len * w.micro_batch * shape.top_k % shape.experts:
-        raise UsageError(
-            f"{w.seq_len * w.micro_batch} tokens x {shape.top_k} choices do not divide by {shape.experts} experts; "
-            "choose another --seq-len or --routing natural"
-        )
-    if w.activation_offload and w.ac != "full":
-        raise UsageError("--activation-offload keeps block inputs: it needs --ac full")
+def _expert_parallel(
+    spec: RunSpec, shape: ModelShape, mesh: DeviceMesh, device: torch.device
+) -> ExpertParallel | None:
+    if spec.workload.ep == 1:
+        return None
+    known = not spec.workload.count_readback
+    return ExpertParallel(mesh["ep"].get_group(), shape.experts, device, known=known)
 
 
 def _activation_offload(

@@ -6,8 +6,9 @@ import torch
 from offbench.errors import UsageError
 from offbench.workload import parallel
 from offbench.workload.clip import clip_grad_norm
-from offbench.workload.parallel import as_fsdp, build, check
+from offbench.workload.parallel import as_fsdp, build
 from offbench.workload.presets import find
+from offbench.workload.rules import check
 from tests.ranks import on_ranks
 from tests.workload import jobs
 
@@ -34,6 +35,21 @@ def test_expert_parallelism_changes_no_gradient(world, ep):
     plain = on_ranks(world, jobs.loss_and_gradients, jobs.spec(world), torch.float32)
     split = on_ranks(world, jobs.loss_and_gradients, jobs.spec(world, ep=ep), torch.float32)
     assert_same(whole(split, ep), whole(plain), 2e-5)
+
+
+def test_counts_known_beforehand_change_no_bit():
+    asked, known = (
+        on_ranks(
+            2,
+            jobs.loss_and_gradients,
+            jobs.spec(2, ep=2, routing="balanced", count_readback=readback),
+            torch.float32,
+        )
+        for readback in (True, False)
+    )
+    for (loss, gradients), (other_loss, other_gradients) in zip(asked, known, strict=True):
+        assert torch.equal(loss, other_loss)
+        assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
 
 
 def test_one_rank_and_two_ranks_agree(monkeypatch):
@@ -122,6 +138,7 @@ def test_fsdp_units_dtypes_sizes_and_balance_are_those_of_the_documented_job():
         ({"ep": 3}, "--ep 3 must divide 2 ranks and 8 experts"),
         ({"routing": "balanced", "seq_len": 7}, "7 tokens x 2 choices do not divide by 8 experts"),
         ({"activation_offload": True, "ac": "none"}, "needs --ac full"),
+        ({"count_readback": False, "routing": "natural"}, "only balanced routing makes the counts known"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(workload, message):
