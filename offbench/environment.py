@@ -56,7 +56,7 @@ def capture(
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
         **versions(),
-        **source_state(Path(__file__).resolve().parent.parent),
+        **source_state(Path(__file__).resolve().parent.parent, env),
         **(gpu_state(gpu_bus_id, nvml or load_nvml()) if gpu_bus_id else {"gpu": None, "driver": None}),
         "cpu_model": cpu_model(root),
         "cpus": os.cpu_count(),
@@ -102,10 +102,12 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def source_state(folder: Path) -> dict[str, Any]:
+def source_state(folder: Path, env: Mapping[str, str]) -> dict[str, Any]:
     """Commit of the checkout whose top is `folder`, and whether the package differs from it; null for an installed
-    package or without git."""
-    unknown = {"commit": None, "dirty": None}
+    package or without git. A tree that was copied without its .git can say so itself: OFFBENCH_COMMIT=<commit>, with a
+    `+` behind it when the tree differs."""
+    told = env.get("OFFBENCH_COMMIT", "")
+    unknown = {"commit": told.removesuffix("+") or None, "dirty": told.endswith("+") if told else None}
     if not (folder / ".git").exists():
         return unknown
     try:

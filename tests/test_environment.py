@@ -50,7 +50,7 @@ def test_cpu_lists() -> None:
 
 
 def test_the_commit_is_found_or_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert source_state(tmp_path) == {"commit": None, "dirty": None}
+    assert source_state(tmp_path, {}) == {"commit": None, "dirty": None}
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -61,12 +61,17 @@ def test_the_commit_is_found_or_null(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "offbench" / "x.py").write_text("1")
     (tmp_path / "pyproject.toml").write_text("")
     git("init", "-q")
-    assert source_state(tmp_path) == {"commit": None, "dirty": None}  # no commit yet
+    assert source_state(tmp_path, {}) == {"commit": None, "dirty": None}  # no commit yet
     git("add", ".")
     git("commit", "-q", "-m", "one")
-    clean = source_state(tmp_path)
+    clean = source_state(tmp_path, {})
     assert (len(clean["commit"]), clean["dirty"]) == (40, False)
     (tmp_path / "notes.txt").write_text("not the package's")
-    assert source_state(tmp_path)["dirty"] is False
+    assert source_state(tmp_path, {})["dirty"] is False
     (tmp_path / "offbench" / "x.py").write_text("2")
-    assert source_state(tmp_path)["dirty"] is True
+    assert source_state(tmp_path, {})["dirty"] is True
+
+
+def test_a_copied_tree_can_name_its_commit(tmp_path: Path) -> None:
+    assert source_state(tmp_path, {"OFFBENCH_COMMIT": "abc"}) == {"commit": "abc", "dirty": False}
+    assert source_state(tmp_path, {"OFFBENCH_COMMIT": "abc+"}) == {"commit": "abc", "dirty": True}
