@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from offbench.errors import OffbenchError
@@ -22,14 +23,14 @@ from offbench.offload.chunks import Chunk, plan_chunks
 from offbench.offload.copies import Copier, Ledger
 from offbench.offload.engine import Engine, Work
 from offbench.offload.hoststore import HostStore
+from offbench.offload.layout import Member, apart, local_of, placed_like
 from offbench.offload.schedule import Schedule
+from offbench.offload.state import load_groups, load_moments
 from offbench.offload.streams import DeviceStreams, Streams
 
 Implementation = Literal["fused", "foreach"]
 
 _REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
-_OURS = ("params", "param_names", "fused", "foreach", "capturable")
-"""Group keys a checkpoint does not overwrite: they say how this process runs, not what it trains."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,36 +44,13 @@ class _Hyper:
     weight_decay: float
 
 
-@dataclasses.dataclass(frozen=True)
-class _Member:
-    """One parameter: where it is, and where its moments sit in its chunk."""
-
-    parameter: nn.Parameter
-    group: int
-    step: torch.Tensor
-    """0-dim step counter the kernel reads; on the parameter's device for `fused`, else on the CPU."""
-    moments: tuple[int, int]
-    """Byte offsets of exp_avg and exp_avg_sq in the chunk."""
-
-    @property
-    def local(self) -> torch.Tensor:
-        """The local shard, updated in place; asked for each time, since FSDP2 may re-lay it at the first forward."""
-        return _local(self.parameter)
-
-    def views(self, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """exp_avg and exp_avg_sq, shaped as the local shard, out of a chunk's bytes."""
-        local = self.local
-        nbytes = local.numel() * local.element_size()
-        first, second = (chunk[start : start + nbytes].view(local.dtype).view(local.shape) for start in self.moments)
-        return first, second
-
-
 class OffloadedAdamW(torch.optim.AdamW):
     """AdamW whose moments are in host memory between steps.
 
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW. model: the FSDP2 model whose gathers wait for deferred
     updates; needed by deferred schedules. schedule: what moves when (`offbench.arms`). implementation: torch's `fused`
-    or `foreach` kernel; bits are equal only within one of them. streams, copy_repeat: for tests and emulated links.
+    or `foreach` kernel; bits are equal only within one of them. debug: staged state becomes NaN once it is written
+    back. streams, copy_repeat: for tests and emulated links.
 
     Under a deferred schedule step() takes the gradients (`p.grad` is None afterwards), and parameters are up to date
     only for the model's own forward and backward; call `drain()` before reading them anywhere else.
@@ -92,62 +70,82 @@ class OffloadedAdamW(torch.optim.AdamW):
         implementation: Implementation = "fused",
         streams: Streams | None = None,
         copy_repeat: float = 1.0,
+        debug: bool = False,
     ) -> None:
+        self._settled = 0
         super().__init__(
             params, lr, betas, eps, weight_decay, fused=implementation == "fused", foreach=implementation == "foreach"
         )
         for group in self.param_groups:
             _refuse(group)
-        everything = [(p, g) for g, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
-        if not everything:
+        trained = self._without_state(lambda p: p.requires_grad)
+        if not trained:
             raise OffbenchError("no parameter requires a gradient: there is no optimizer state to keep")
-        self.device = _local(everything[0][0]).device
+        self.device = local_of(trained[0][0]).device
         self.implementation: Implementation = implementation
         self.schedule = schedule
-        streams = streams or DeviceStreams(self.device)
-        if schedule.deferred:
-            self.schedule = _deferrable(schedule, model, [p for p, _ in everything])
-
-        sizes = [_local(p).numel() * _local(p).element_size() for p, _ in everything]
-        self.chunks: tuple[Chunk, ...] = plan_chunks(sizes, schedule.chunk_bytes)
-        stored = [chunk.nbytes for chunk in self.chunks]
-        self.store = HostStore(stored if schedule.offloaded else [], pin_for=self.device)
-        self._resident = [] if schedule.offloaded else [self._zeros(nbytes) for nbytes in stored]
-        self._members = self._lay_out(everything)
+        self.chunks: tuple[Chunk, ...] = ()
+        self.store = HostStore([], pin_for=self.device)
+        self._model = model
+        self._streams = streams or DeviceStreams(self.device)
+        self._resident: list[torch.Tensor] = []
+        self._members: list[list[Member]] = []
         self._engine: Engine | None = None
-        self._undo: Callable[[], None] | None = None
+        self._finalizer: weakref.finalize[[Engine, fsdp.ReadGuard], OffloadedAdamW] | None = None
         if schedule.offloaded:
-            self._engine = Engine(self.chunks, self.store, self.schedule, streams, Copier(copy_repeat))
+            self._engine = Engine((), self.store, schedule, self._streams, Copier(copy_repeat), debug)
+        self._lay_out(trained)
+
+    def _without_state(self, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[nn.Parameter, int]]:
+        """Parameters, with their param group's index, that have no moments yet and are `wanted`."""
+        found = [(p, g) for g, group in enumerate(self.param_groups) for p in group["params"]]
+        return [(p, g) for p, g in found if p not in self.state and wanted(p)]
+
+    def _lay_out(self, parameters: list[tuple[nn.Parameter, int]]) -> None:
+        """Give these parameters chunks behind the ones there are, with zero moments in `self.state`."""
         if self.schedule.deferred:
-            assert model is not None
-            assert self._engine is not None
-            chunk_of = {m.parameter: chunk.index for chunk in self.chunks for m in self._members[chunk.index]}
-            self._undo = fsdp.wait_before_reads(model, chunk_of, self._engine.before_read, streams)
-            model.register_state_dict_pre_hook(lambda *_: self.drain())  # type: ignore[no-untyped-call]
-
-    def _zeros(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-
-    def _lay_out(self, everything: list[tuple[nn.Parameter, int]]) -> list[list[_Member]]:
-        """Members of each chunk; their moments are entered into `self.state`."""
-        counters = torch.zeros(len(everything), device=self.device if self.implementation == "fused" else "cpu")
-        self._counters = counters
-        by_chunk = []
-        for chunk in self.chunks:
-            home = self.store.chunk(chunk.index) if self.schedule.offloaded else self._resident[chunk.index]
-            members = []
-            for position, moments in zip(chunk.members, chunk.offsets, strict=True):
-                parameter, group = everything[position]
-                member = _Member(parameter, group, counters[position], moments)
+            self.schedule = _deferrable(self.schedule, self._model, [p for p, _ in parameters])
+        sizes = [local_of(p).numel() * local_of(p).element_size() for p, _ in parameters]
+        new = plan_chunks(sizes, self.schedule.chunk_bytes, after=self.chunks)
+        stored = [chunk.nbytes for chunk in new]
+        if self.schedule.offloaded:
+            self.store.extend(stored)
+            homes = [self.store.chunk(chunk.index) for chunk in new]
+        else:
+            homes = [torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for nbytes in stored]
+            self._resident += homes
+        counters = torch.zeros(len(parameters), device=self.device if self.implementation == "fused" else "cpu")
+        moments = [offsets for chunk in new for offsets in chunk.offsets]
+        members = [
+            Member(p, group, step, offsets)
+            for (p, group), step, offsets in zip(parameters, counters.unbind(), moments, strict=True)
+        ]
+        for chunk, home in zip(new, homes, strict=True):
+            mine, members = members[: len(chunk.members)], members[len(chunk.members) :]
+            for member in mine:
                 first, second = member.views(home)
-                self.state[parameter] = {
+                self.state[member.parameter] = {
                     "step": torch.tensor(0.0),
-                    "exp_avg": _like(parameter, first),
-                    "exp_avg_sq": _like(parameter, second),
+                    "exp_avg": placed_like(member.parameter, apart(first)),
+                    "exp_avg_sq": placed_like(member.parameter, apart(second)),
                 }
-                members.append(member)
-            by_chunk.append(members)
-        return by_chunk
+            self._members.append(mine)
+        self.chunks += new
+        if self._engine is not None:
+            self._engine.extend(self.chunks, self.schedule)
+            self._watch(self._engine)
+
+    def _watch(self, engine: Engine) -> None:
+        """Let the model's gathers wait for deferred updates, until this optimizer is dropped."""
+        if self._finalizer is not None:
+            self._finalizer()
+            self._finalizer = None
+        if self.schedule.deferred:
+            assert self._model is not None
+            chunk_of = {m.parameter: index for index, members in enumerate(self._members) for m in members}
+            guard = fsdp.ReadGuard(self._model, chunk_of, engine.before_read, engine.drain, self._streams)
+            self._finalizer = weakref.finalize(self, _end, engine, guard)
+            self._finalizer.atexit = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -157,6 +155,10 @@ class OffloadedAdamW(torch.optim.AdamW):
         """
         if closure is not None:
             raise OffbenchError("OffloadedAdamW takes no closure; run forward and backward before step()")
+        if self._settled:
+            raise OffbenchError("step() inside settled(): the code in there relies on parameters that do not change")
+        if late := self._without_state(lambda p: p.grad is not None):  # frozen until now
+            self._lay_out(late)
         hypers = [_capture(group) for group in self.param_groups]
         works = []
         counters = []
@@ -164,7 +166,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             members = [m for m in self._members[chunk.index] if m.parameter.grad is not None]
             if not members:
                 continue
-            gradients = [_local(m.parameter.grad) for m in members]
+            gradients = [local_of(m.parameter.grad) for m in members]
             counters += [self.state[m.parameter]["step"] for m in members]
             works.append(self._work(chunk, members, gradients, hypers))
             if self.schedule.deferred:
@@ -178,7 +180,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             for work in works:
                 work.update(self._resident[work.chunk.index])
 
-    def _work(self, chunk: Chunk, members: list[_Member], gradients: list[torch.Tensor], hypers: list[_Hyper]) -> Work:
+    def _work(self, chunk: Chunk, members: list[Member], gradients: list[torch.Tensor], hypers: list[_Hyper]) -> Work:
         def update(state: torch.Tensor) -> None:
             for group in sorted({member.group for member in members}):
                 chosen = [(m, g) for m, g in zip(members, gradients, strict=True) if m.group == group]
@@ -187,9 +189,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         return Work(chunk, update, gradients, [member.local for member in members])
 
     @torch.no_grad()
-    def _adamw(
-        self, members: list[_Member], gradients: list[torch.Tensor], state: torch.Tensor, hyper: _Hyper
-    ) -> None:
+    def _adamw(self, members: list[Member], gradients: list[torch.Tensor], state: torch.Tensor, hyper: _Hyper) -> None:
         moments = [member.views(state) for member in members]
         adamw(
             [member.local for member in members],
@@ -210,12 +210,24 @@ class OffloadedAdamW(torch.optim.AdamW):
         if self._engine is not None:
             self._engine.drain()
 
-    def detach(self) -> None:
-        """Drain, and stop making the model's gathers wait."""
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """For code that reads or writes parameters or moments itself (a weight broadcast, an export): everything is up
+        to date inside, and a step() in there is an error.
+        """
         self.drain()
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        self._settled += 1
+        try:
+            yield
+        finally:
+            self._settled -= 1
+
+    def detach(self) -> None:
+        """Drain, and stop making the model's gathers wait; dropping the optimizer does the same."""
+        self.drain()
+        if self._finalizer is not None:
+            self._finalizer()
+            self._finalizer = None
 
     @property
     def ledger(self) -> Ledger | None:
@@ -236,75 +248,47 @@ class OffloadedAdamW(torch.optim.AdamW):
         """Bytes of the moments by the type of device that holds them between steps."""
         places: dict[str, int] = {}
         for state in self.state.values():
-            for moment in (_local(state["exp_avg"]), _local(state["exp_avg_sq"])):
+            for moment in (local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])):
                 place = "device" if moment.device.type != "cpu" else "host"
                 places[place] = places.get(place, 0) + moment.numel() * moment.element_size()
         return places
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, while the optimizer is being constructed; later the state is already laid out."""
-        if hasattr(self, "_members"):
-            raise OffbenchError(
-                "OffloadedAdamW lays out its state at construction; pass every group to the constructor"
-            )
+        """As torch's; the new parameters' state comes behind what is there."""
         super().add_param_group(param_group)
+        if hasattr(self, "_members"):  # not while torch's constructor adds the first groups
+            _refuse(self.param_groups[-1])
+            self.drain()
+            if new := self._without_state(lambda p: p.requires_grad):
+                self._lay_out(new)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's, drained first; the moments are the host tensors themselves, not copies."""
         self.drain()
         return super().state_dict()
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state_dict of this class or of torch.optim.AdamW into the host store, in place.
 
         Raises OffbenchError when the groups or shapes do not fit this optimizer's.
         """
         self.drain()
-        saved_groups = state_dict["param_groups"]
-        if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self.param_groups]:
-            raise OffbenchError("the saved param groups have other numbers of parameters than this optimizer's")
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key not in _OURS})
+        load_groups(self.param_groups, state_dict["param_groups"])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             _refuse(group)
             for parameter, key in zip(group["params"], saved["params"], strict=True):
+                if key in state_dict["state"] and parameter not in self.state:  # frozen here, trained there
+                    self._lay_out(self._without_state(lambda p, wanted=parameter: p is wanted))  # type: ignore[misc]
                 if parameter in self.state:
-                    self._load(self.state[parameter], state_dict["state"].get(key), key)
+                    load_moments(self.state[parameter], state_dict["state"].get(key), key)
         for members in self._members:
             for member in members:
                 member.step.copy_(self.state[member.parameter]["step"])
 
-    @staticmethod
-    def _load(mine: dict[str, torch.Tensor], saved: dict[str, Any] | None, key: object) -> None:
-        if saved is None:  # a parameter that had no step yet
-            for tensor in mine.values():
-                _local(tensor).zero_()
-            return
-        for name in ("exp_avg", "exp_avg_sq"):
-            source, target = _local(saved[name]), _local(mine[name])
-            if source.shape != target.shape:
-                raise OffbenchError(
-                    f"saved {name} of parameter {key} is {tuple(source.shape)}, this rank's is {tuple(target.shape)}"
-                )
-            target.copy_(source)
-        mine["step"].fill_(float(saved["step"]))
 
-
-def _local(tensor: Any) -> torch.Tensor:
-    """The local shard of a DTensor, sharing its memory; a plain tensor itself."""
-    found = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-    assert isinstance(found, torch.Tensor)
-    return found
-
-
-def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """`local` as a DTensor placed as the parameter is; it stays where it is, which `from_local` would not grant.
-
-    Without this a checkpoint would take each rank's shard for the whole tensor.
-    """
-    if isinstance(parameter, DTensor):
-        return DTensor(local, parameter._spec, requires_grad=False)
-    return local
+def _end(engine: Engine, guard: fsdp.ReadGuard) -> None:
+    engine.drain()
+    guard.restore()
 
 
 def _capture(group: dict[str, Any]) -> _Hyper:

@@ -24,8 +24,12 @@ class Chunk:
     nbytes: int
 
 
-def plan_chunks(state_bytes: Sequence[int], cap: int) -> tuple[Chunk, ...]:
-    """Chunks over parameters whose exp_avg has `state_bytes` bytes (exp_avg_sq the same)."""
+def plan_chunks(state_bytes: Sequence[int], cap: int, after: Sequence[Chunk] = ()) -> tuple[Chunk, ...]:
+    """Chunks over parameters whose exp_avg has `state_bytes` bytes (exp_avg_sq the same).
+
+    after: chunks of parameters laid out before; indices and positions continue where they end.
+    """
+    first_position = sum(len(chunk.members) for chunk in after)
     chunks: list[Chunk] = []
     members: list[int] = []
     offsets: list[tuple[int, int]] = []
@@ -34,10 +38,10 @@ def plan_chunks(state_bytes: Sequence[int], cap: int) -> tuple[Chunk, ...]:
     def close() -> None:
         nonlocal members, offsets, used
         if members:
-            chunks.append(Chunk(len(chunks), tuple(members), tuple(offsets), used))
+            chunks.append(Chunk(len(after) + len(chunks), tuple(members), tuple(offsets), used))
         members, offsets, used = [], [], 0
 
-    for position, nbytes in enumerate(state_bytes):
+    for position, nbytes in enumerate(state_bytes, start=first_position):
         padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if used + 2 * padded > cap:
             close()

@@ -67,9 +67,12 @@ class Engine:
         schedule: Schedule,
         streams: Streams,
         copier: Copier,
+        debug: bool = False,
     ) -> None:
         self.chunks = chunks
         self.schedule = schedule
+        self.debug = debug
+        """Fill staged state with NaN once it is written back: whoever still reads it is found out."""
         self.ledger = Ledger()
         self.staging_peak = 0
         """Largest arena held so far, bytes."""
@@ -82,6 +85,13 @@ class Engine:
         self._step: _Step | None = None
         self._updated: dict[int, Event] = {}
         self._written_back: dict[int, Event] = {}
+
+    def extend(self, chunks: Sequence[Chunk], schedule: Schedule) -> None:
+        """Take over a longer list of chunks (the store has them already) and, maybe, another schedule."""
+        self.drain()
+        self.chunks, self.schedule = chunks, schedule
+        self._staging = plan_staging(chunks, schedule.slots)
+        self._whole = plan_staging(chunks, None)
 
     @property
     def staging_bytes(self) -> int:
@@ -137,7 +147,7 @@ class Engine:
         for work, state in zip(works, staged, strict=True):
             self._update(compute, work, state)
         for work, state in zip(works, staged, strict=True):
-            self._copy(compute, "out", self._store.chunk(work.chunk.index), state)
+            self._move_out(compute, work.chunk, state)
         end = compute.record()
         self.ledger.held(self._whole.nbytes, begin, end)
         self._streams.release([arena], used_by=())
@@ -171,14 +181,14 @@ class Engine:
         index, deferred = work.chunk.index, self.schedule.deferred
         moves_in, moves_out = self._streams.side("in"), self._streams.side("out")
         updates = self._streams.side("update") if deferred else self._streams.compute()
-        host, staged = self._store.chunk(index), _slice(step.arena, self._staging, work.chunk)
+        staged = _slice(step.arena, self._staging, work.chunk)
 
         displaced = [j for j in self._staging.displaced(self.chunks, index) if j in step.out]
         if displaced:
             moves_in.wait(step.out[displaced[-1]], Why.SLOT_FREE)
         if deferred and index in self._written_back:
             moves_in.wait(self._written_back[index], Why.HOST_CURRENT)
-        loaded = self._copy(moves_in, "in", staged, host)
+        loaded = self._copy(moves_in, "in", staged, self._store.chunk(index))
 
         updates.wait(loaded, Why.LOADED)
         self._updated[index] = self._update(updates, work, staged)
@@ -187,11 +197,22 @@ class Engine:
             self._streams.release(work.gradients, used_by=[updates])
 
         moves_out.wait(self._updated[index], Why.UPDATED)
-        step.out[index] = self._written_back[index] = self._copy(moves_out, "out", host, staged)
+        step.out[index] = self._written_back[index] = self._move_out(moves_out, work.chunk, staged)
 
     def _allocate(self, staging: Staging) -> torch.Tensor:
         self.staging_peak = max(self.staging_peak, staging.nbytes)
         return self._streams.allocate(staging.nbytes)
+
+    def _move_out(self, stream: Stream, chunk: Chunk, staged: torch.Tensor) -> Event:
+        end = self._copy(stream, "out", self._store.chunk(chunk.index), staged)
+        if not self.debug:
+            return end
+
+        def poison() -> None:
+            staged.fill_(0xFF)  # four such bytes are a float32 NaN
+
+        stream.run(poison, writes=[self._streams.access(staged)])
+        return stream.record()
 
     def _copy(self, stream: Stream, direction: Direction, target: torch.Tensor, source: torch.Tensor) -> Event:
         def copy() -> None:

@@ -60,24 +60,34 @@ def managed_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {p.sharded_param for group in param_groups(model) for p in group.fsdp_params}
 
 
-def wait_before_reads(
-    model: nn.Module, chunk_of: Mapping[nn.Parameter, int], before_read: BeforeRead, streams: Streams
-) -> Callable[[], None]:
-    """Make every gather of a parameter wait until its chunk is updated. Returns a function that undoes it.
+class ReadGuard:
+    """Makes every gather of a parameter wait until its chunk is updated, and `model.state_dict()` until all are.
 
     chunk_of: chunk index by sharded parameter. before_read: queues what is missing and returns the events to wait for.
+    Neither may keep the optimizer alive: the model holds on to both until `restore`.
     """
-    undo = []
-    for group in param_groups(model):
-        chunks = sorted({chunk_of[p.sharded_param] for p in group.fsdp_params if p.sharded_param in chunk_of})
-        if chunks:
-            undo.append(_wrap(group, chunks, before_read, streams))
 
-    def restore() -> None:
-        for step in undo:
-            step()
+    def __init__(
+        self,
+        model: nn.Module,
+        chunk_of: Mapping[nn.Parameter, int],
+        before_read: BeforeRead,
+        drain: Callable[[], None],
+        streams: Streams,
+    ) -> None:
+        self._undo: list[Callable[[], None]] = []
+        for group in param_groups(model):
+            chunks = sorted({chunk_of[p.sharded_param] for p in group.fsdp_params if p.sharded_param in chunk_of})
+            if chunks:
+                self._undo.append(_wrap(group, chunks, before_read, streams))
+        hook = model.register_state_dict_pre_hook(lambda *_: drain())  # type: ignore[no-untyped-call]
+        self._undo.append(hook.remove)
 
-    return restore
+    def restore(self) -> None:
+        """Leave the model as it was."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
 
 
 def _wrap(group: Any, chunks: Sequence[int], before_read: BeforeRead, streams: Streams) -> Callable[[], None]:

@@ -33,9 +33,10 @@ class HostStore:
     """
 
     def __init__(self, sizes: Sequence[int], pin_for: torch.device | None = None) -> None:
-        began = time.perf_counter()
-        self.requested_bytes = sum(sizes)
+        self.requested_bytes = 0
         self.locked_bytes = 0
+        self.seconds = 0.0
+        """Time spent on mapping, touching and pinning."""
         self.addresses: list[tuple[int, int]] = []
         """(address, bytes) of each slab, for whoever checks on which NUMA node the pages are."""
         self._chunks: list[torch.Tensor] = []
@@ -43,13 +44,19 @@ class HostStore:
         # Views may outlive the store: their memory stays mapped, it is only no longer pinned.
         self._finalizer = weakref.finalize(self, _unregister, self.addresses if self._pin else [])
         self._finalizer.atexit = False
+        self.extend(sizes)
+
+    def extend(self, sizes: Sequence[int]) -> None:
+        """Add chunks of these sizes behind the ones there are, whose addresses stay."""
+        began = time.perf_counter()
+        self.requested_bytes += sum(sizes)
         for first, last in _slabs(sizes):
             slab = self._slab(sum(sizes[first:last]))
             start = 0
             for size in sizes[first:last]:
                 self._chunks.append(slab[start : start + size])
                 start += size
-        self.seconds = time.perf_counter() - began
+        self.seconds += time.perf_counter() - began
 
     def chunk(self, index: int) -> torch.Tensor:
         """uint8 [bytes of the chunk], at the same address for good."""

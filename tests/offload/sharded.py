@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from offbench.arms import find
-from offbench.offload import OffloadedAdamW
+from offbench.offload import OffloadedAdamW, Schedule
 from offbench.offload.streams import Streams
 
 WIDTH, STEPS = 256, 6
@@ -62,10 +62,15 @@ def build(device: torch.device, prefetch: bool = True) -> Model:
     return model
 
 
+def schedule_of(arm: str, **options: Any) -> Schedule:
+    """The arm's schedule with 1 MiB chunks."""
+    found, _ = find(arm)
+    return found.schedule(found.resolve(chunk_bytes=1 << 20, **options))
+
+
 def optimizer_of(arm: str, model: nn.Module, streams: Streams | None, **options: Any) -> OffloadedAdamW:
     """The arm's optimizer with 1 MiB chunks: one or two parameters each."""
-    found, _ = find(arm)
-    schedule = found.schedule(found.resolve(chunk_bytes=1 << 20, **options))
+    schedule = schedule_of(arm, **options)
     return OffloadedAdamW(model.parameters(), **OPTIONS, model=model, schedule=schedule, streams=streams)
 
 

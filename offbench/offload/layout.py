@@ -1,0 +1,63 @@
+"""Parameters and where their moments sit in a chunk's bytes; local shards of DTensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter of a chunk."""
+
+    parameter: nn.Parameter
+    group: int
+    """Index of its param group."""
+    step: torch.Tensor
+    """0-dim step counter the kernel reads; on the parameter's device for `fused`, else on the CPU."""
+    moments: tuple[int, int]
+    """Byte offsets of exp_avg and exp_avg_sq in the chunk."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The local shard, updated in place; asked for each time, since FSDP2 may re-lay it at the first forward."""
+        return local_of(self.parameter)
+
+    def views(self, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """exp_avg and exp_avg_sq, shaped as the local shard, out of a chunk's bytes (uint8)."""
+        local = self.local
+        nbytes = local.numel() * local.element_size()
+        first, second = (chunk[start : start + nbytes].view(local.dtype).view(local.shape) for start in self.moments)
+        return first, second
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """The local shard of a DTensor, sharing its memory; a plain tensor itself."""
+    found = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def apart(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage is just that memory.
+
+    Saving a view writes the whole storage behind it, and torch.distributed.checkpoint's stager for asynchronous saves
+    fails on storages that several tensors share. Raises nothing; the memory lives as long as either tensor.
+    """
+    start = view.storage_offset() * view.element_size()
+    storage = view.untyped_storage()[start : start + view.numel() * view.element_size()]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
+
+
+def placed_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    """`local` as a DTensor placed as the parameter is; it stays where it is, which `from_local` would not grant.
+
+    Without this a checkpoint would take each rank's shard for the whole tensor.
+    """
+    if isinstance(parameter, DTensor):
+        return DTensor(local, parameter._spec, requires_grad=False)
+    return local

@@ -1,0 +1,145 @@
+"""torch.distributed.checkpoint: saved on some ranks with updates pending, loaded on others, continued bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from offbench.offload.adversary import AdversarialStreams
+from tests.offload import sharded
+from tests.ranks import on_ranks
+
+CPU = torch.device("cpu")
+
+
+def make(arm: str, model: nn.Module) -> torch.optim.Optimizer:
+    if arm == "plain":
+        return torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
+    return sharded.optimizer_of(arm, model, AdversarialStreams({}))
+
+
+def full(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Whole parameters and moments by name, whatever the sharding."""
+    if hasattr(optimizer, "drain"):
+        optimizer.drain()
+    found = {}
+    for name, p in model.named_parameters():
+        state = optimizer.state[p]
+        for kind, tensor in (("p", p), ("m", state["exp_avg"]), ("v", state["exp_avg_sq"])):
+            found[f"{kind} {name}"] = tensor.full_tensor().detach().clone()
+        found[f"step {name}"] = state["step"].detach().clone()
+    return found
+
+
+def save(rank: int, arm: str, folder: str) -> dict[str, torch.Tensor]:
+    model = sharded.build(CPU)
+    optimizer = make(arm, model)
+    sharded.train(model, optimizer, rank, CPU, steps=range(3))
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    return full(model, optimizer)
+
+
+def load(rank: int, arm: str, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What the loaded job holds, and where three more steps lead."""
+    model = sharded.build(CPU)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.to_local().fill_(7)
+    optimizer = make(arm, model)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    loaded = full(model, optimizer)
+    sharded.train(model, optimizer, rank, CPU, steps=range(3, 6))
+    return loaded, full(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "world"),
+    [("overlap", "overlap", 2), ("overlap", "chunked", 4), ("chunked", "overlap", 1), ("overlap", "plain", 2),
+     ("plain", "overlap", 2), ("plain", "main", 4)],
+)  # fmt: skip
+def test_saved_on_two_ranks_loaded_on_others(source: str, target: str, world: int, tmp_path: Path) -> None:
+    saved = on_ranks(2, save, source, str(tmp_path))[0]
+    loaded, continued = on_ranks(world, load, target, str(tmp_path))[0]
+    assert sharded.differences(saved, loaded) == []
+    if world == 2:  # at another world size the data differs, and so do the sums of gradients
+        expected, reached = on_ranks(2, load, "plain", str(tmp_path))[0]
+        assert sharded.differences(saved, expected) == []
+        assert sharded.differences(reached, continued) == []
+
+
+def resharded_matches_plain(rank: int, folder: str) -> list[str]:
+    results = [load(rank, arm, folder)[1] for arm in ("plain", "overlap", "chunked")]
+    return sharded.differences(results[0], results[1]) + sharded.differences(results[0], results[2])
+
+
+def test_continuation_after_resharding_equals_plain(tmp_path: Path) -> None:
+    on_ranks(2, save, "overlap", str(tmp_path))
+    assert on_ranks(4, resharded_matches_plain, str(tmp_path)) == [[]] * 4
+
+
+def asynchronous(rank: int, folder: str) -> list[str]:
+    """Start an asynchronous save with updates pending, train on at once, then read what was saved."""
+    model = sharded.build(CPU)
+    optimizer = make("overlap", model)
+    sharded.train(model, optimizer, rank, CPU, steps=range(3))
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    at_save = full(model, optimizer)
+    group = dist.new_group()  # the saving thread must not share a group with training
+    saved = {"model": model_state, "optimizer": optimizer_state}
+    future = dcp.async_save(saved, checkpoint_id=folder, process_group=group)
+    sharded.train(model, optimizer, rank, CPU, steps=range(3, 6))
+    optimizer.drain()
+    future.result()
+    other = sharded.build(CPU)
+    second = make("chunked", other)
+    state = dict(zip(("model", "optimizer"), get_state_dict(other, second), strict=True))
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(other, second, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return sharded.differences(at_save, full(other, second))
+
+
+def test_an_asynchronous_save_holds_the_step_it_was_taken_at(tmp_path: Path) -> None:
+    assert on_ranks(2, asynchronous, str(tmp_path)) == [[], []]
+
+
+def placement(rank: int) -> list[bool]:
+    model = sharded.build(CPU)
+    optimizer = make("overlap", model)
+    sharded.train(model, optimizer, rank, CPU, steps=range(1))
+    state = optimizer.state_dict()
+    full_state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))[1]
+    moments = [s["exp_avg"] for s in state["state"].values()]
+    return [
+        all(isinstance(m, DTensor) for m in moments),
+        all(m.shape == p.shape for m, p in zip(moments, model.parameters(), strict=True)),
+        bool(full_state) == (rank == 0),
+        dist.get_world_size() == 2,
+    ]
+
+
+def test_moments_are_saved_as_shards_not_as_copies() -> None:
+    assert on_ranks(2, placement) == [[True] * 4] * 2
+
+
+def test_a_state_dict_loads_with_weights_only(tmp_path: Path) -> None:
+    schedule = dataclasses.replace(sharded.schedule_of("chunked"), chunk_bytes=1 << 12)
+    net = nn.Linear(8, 8)
+    from offbench.offload import OffloadedAdamW
+
+    optimizer = OffloadedAdamW(net.parameters(), schedule=schedule)
+    net(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    torch.optim.AdamW(net.parameters()).load_state_dict(torch.load(tmp_path / "o.pt", weights_only=True))

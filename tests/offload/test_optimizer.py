@@ -1,0 +1,247 @@
+"""OffloadedAdamW as an ordinary optimizer: on plain modules, with groups, schedulers, late and frozen parameters."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offbench.arms import find
+from offbench.errors import OffbenchError
+from offbench.offload import OffloadedAdamW, Schedule
+from offbench.offload.adversary import AdversarialStreams
+from tests.offload import sharded
+from tests.ranks import on_ranks
+
+CPU = torch.device("cpu")
+CHUNKED = Schedule("chunked", offloaded=True, chunk_bytes=1 << 14, slots=2)
+SCHEDULES = [
+    Schedule("none", offloaded=False, chunk_bytes=1 << 14),
+    Schedule("main", offloaded=True, chunk_bytes=1 << 14, slots=None, copy_streams=False),
+    CHUNKED,
+]
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(24, 24) for _ in range(4)))
+
+
+def run(
+    make: Callable[[nn.Sequential], torch.optim.Optimizer],
+    steps: int = 5,
+    before: Callable[[int, nn.Sequential, torch.optim.Optimizer], None] = lambda step, net, optimizer: None,
+) -> tuple[list[torch.Tensor], nn.Sequential, torch.optim.Optimizer]:
+    net = model()
+    optimizer = make(net)
+    for step in range(steps):
+        before(step, net, optimizer)
+        torch.manual_seed(step)
+        net(torch.randn(8, 24)).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in net.parameters()], net, optimizer
+
+
+def plain(groups: Any, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+def test_param_groups_and_scheduler(schedule: Schedule) -> None:
+    def groups(net: nn.Sequential) -> list[dict[str, Any]]:
+        return [
+            {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.2, "lr": 3e-2},
+            {"params": [p for p in net.parameters() if p.dim() == 1], "weight_decay": 0.0, "betas": (0.8, 0.9)},
+        ]
+
+    def schedule_lr(step: int, net: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        if step == 0:
+            optimizer.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        else:
+            optimizer.scheduler.step()
+
+    expected, _, reference = run(lambda net: plain(groups(net)), before=schedule_lr)
+    found, _, optimizer = run(
+        lambda net: OffloadedAdamW(groups(net), schedule=schedule, streams=AdversarialStreams()), before=schedule_lr
+    )
+    assert same(expected, found)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(3e-2 / 16)
+    assert set(optimizer.param_groups[0]) == set(reference.param_groups[0])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_both_implementations(schedule: Schedule, implementation: str) -> None:
+    flags = {implementation: True}
+    expected, _, _ = run(lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, **flags))
+    found, _, _ = run(
+        lambda net: OffloadedAdamW(net.parameters(), lr=1e-2, schedule=schedule, implementation=implementation)
+    )
+    assert same(expected, found)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+def test_a_parameter_frozen_for_a_while(schedule: Schedule) -> None:
+    """No state, no decay while frozen; its own step count afterwards."""
+
+    def thaw(step: int, net: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        net[1].requires_grad_(step >= 2)
+
+    def make(net: nn.Sequential, optimizer: Callable[..., Any]) -> torch.optim.Optimizer:
+        net[1].requires_grad_(False)
+        return optimizer(net.parameters())
+
+    expected, _, reference = run(lambda net: make(net, lambda p: plain(p, lr=1e-2)), before=thaw)
+    found, net, optimizer = run(
+        lambda net: make(net, lambda p: OffloadedAdamW(p, lr=1e-2, schedule=schedule)), before=thaw
+    )
+    assert same(expected, found)
+    assert float(optimizer.state[net[1].weight]["step"]) == 3
+    assert float(optimizer.state[net[0].weight]["step"]) == 5
+    assert len(optimizer.state) == len(reference.state)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+def test_add_param_group(schedule: Schedule) -> None:
+    def add(step: int, net: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        if step == 2:
+            optimizer.add_param_group({"params": list(net[3].parameters()), "lr": 0.5})
+
+    def first(net: nn.Sequential) -> list[nn.Parameter]:
+        return list(net[:3].parameters())
+
+    expected, _, _ = run(lambda net: plain(first(net), lr=1e-2), before=add)
+    found, _, optimizer = run(lambda net: OffloadedAdamW(first(net), lr=1e-2, schedule=schedule), before=add)
+    assert same(expected, found)
+    assert sum(optimizer.where().values()) == 8 * sum(p.numel() for p in model().parameters())
+
+
+def test_parameters_without_gradient_keep_their_state_and_do_not_move() -> None:
+    net = model()
+    optimizer = OffloadedAdamW(net.parameters(), schedule=CHUNKED)
+    net[0](torch.randn(2, 24)).sum().backward()
+    optimizer.step()
+    assert optimizer.ledger is not None
+    assert optimizer.ledger.in_bytes < optimizer.bytes_per_step
+    assert float(optimizer.state[net[3].weight]["step"]) == 0
+
+
+def test_state_stays_at_its_address() -> None:
+    _, net, optimizer = run(lambda net: OffloadedAdamW(net.parameters(), schedule=CHUNKED), steps=1)
+    before = [optimizer.state[p]["exp_avg"].data_ptr() for p in net.parameters()]
+    for _ in range(3):
+        net(torch.randn(8, 24)).sum().backward()
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert before == [optimizer.state[p]["exp_avg"].data_ptr() for p in net.parameters()]
+
+
+def test_debug_changes_no_bit() -> None:
+    expected, _, _ = run(lambda net: plain(net.parameters()))
+    found, _, _ = run(
+        lambda net: OffloadedAdamW(net.parameters(), schedule=CHUNKED, debug=True, streams=AdversarialStreams())
+    )
+    assert same(expected, found)
+
+
+def test_what_would_not_be_exact_is_refused() -> None:
+    net = model()
+    for option in ("amsgrad", "maximize", "capturable", "differentiable"):
+        with pytest.raises(OffbenchError, match=option):
+            OffloadedAdamW([{"params": net.parameters(), option: True}], schedule=CHUNKED)
+    optimizer = OffloadedAdamW(net.parameters(), schedule=CHUNKED)
+    with pytest.raises(OffbenchError, match="closure"):
+        optimizer.step(lambda: torch.tensor(0.0))
+    with pytest.raises(OffbenchError, match="amsgrad"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "amsgrad": True})
+    with pytest.raises(OffbenchError, match="no parameter requires a gradient"):
+        OffloadedAdamW([nn.Parameter(torch.ones(2), requires_grad=False)], schedule=CHUNKED)
+    with optimizer.settled(), pytest.raises(OffbenchError, match=r"settled"):
+        optimizer.step()
+
+
+def test_saved_states_that_do_not_fit_are_refused() -> None:
+    optimizer = OffloadedAdamW(model().parameters(), schedule=CHUNKED)
+    fewer = plain(list(model().parameters())[:3]).state_dict()
+    with pytest.raises(OffbenchError, match="hold"):
+        optimizer.load_state_dict(fewer)
+    other = nn.Sequential(*(nn.Linear(20, 24) for _ in range(4)))
+    reference = plain(other.parameters())
+    sum(layer(torch.ones(20)).sum() for layer in other).backward()
+    reference.step()
+    with pytest.raises(OffbenchError, match=r"exp_avg of parameter 0 is \(24, 20\)"):
+        optimizer.load_state_dict(reference.state_dict())
+    sgd = torch.optim.SGD(model().parameters(), momentum=0.9)
+    saved = sgd.state_dict() | {"state": {0: {"momentum_buffer": torch.ones(1)}}}
+    with pytest.raises(OffbenchError, match="not AdamW's"):
+        optimizer.load_state_dict(saved)
+
+
+def dropped(rank: int) -> tuple[bool, bool, bool]:
+    """Drop the optimizer while updates are pending: parameters get them, the model forgets it, host memory goes."""
+    expected = sharded.build(CPU)
+    reference = torch.optim.AdamW(expected.parameters(), **sharded.OPTIONS, fused=True)
+    sharded.train(expected, reference, rank, CPU, steps=range(2))
+
+    net = sharded.build(CPU)
+    optimizer = sharded.optimizer_of("overlap", net, AdversarialStreams({}), lead=2, ahead=0)
+    sharded.train(net, optimizer, rank, CPU, steps=range(2))
+    store = weakref.ref(optimizer.store)
+    del optimizer
+    gc.collect()
+    with torch.no_grad():
+        net(torch.ones(4, sharded.WIDTH))
+    net.reshard()  # a forward leaves the root's parameters gathered
+    gc.collect()
+    equal = all(
+        torch.equal(a.to_local(), b.to_local()) for a, b in zip(net.parameters(), expected.parameters(), strict=True)
+    )
+    wrapped = any("unshard" in vars(group) for group in groups_of(net))
+    return equal, wrapped, store() is None
+
+
+def groups_of(net: nn.Module) -> list[Any]:
+    from offbench.offload.fsdp import param_groups
+
+    return param_groups(net)
+
+
+def test_a_dropped_optimizer_lets_go_of_model_and_memory() -> None:
+    assert on_ranks(2, dropped) == [(True, False, True)] * 2
+
+
+def late_group(rank: int) -> list[str]:
+    """A group added to a deferred optimizer: its parameters are waited for, too."""
+
+    def add(step: int, optimizer: torch.optim.Optimizer, net: sharded.Model) -> None:
+        if step == 2:
+            optimizer.add_param_group({"params": list(net.blocks[2].parameters()), "weight_decay": 0.3})
+
+    snapshots = []
+    for offloaded in (False, True):
+        net = sharded.build(CPU)
+        first = [p for p in net.parameters() if all(p is not q for q in net.blocks[2].parameters())]
+        if offloaded:
+            schedule = find("overlap")[0].schedule(find("overlap")[0].resolve(chunk_bytes=1 << 20, slots=2, lead=1))
+            streams = AdversarialStreams({})
+            optimizer = OffloadedAdamW(first, **sharded.OPTIONS, model=net, schedule=schedule, streams=streams)
+        else:
+            optimizer = torch.optim.AdamW(first, **sharded.OPTIONS, fused=True)
+        sharded.train(net, optimizer, rank, CPU, between=lambda step, o=optimizer, n=net: add(step, o, n))
+        snapshots.append(sharded.snapshot(net, optimizer))
+    return sharded.differences(*snapshots)
+
+
+def test_a_group_added_to_overlap() -> None:
+    assert on_ranks(2, late_group) == [[], []]
