@@ -7,7 +7,6 @@ ordinary AdamW; the engine stages them on the device chunk by chunk, in the orde
 from __future__ import annotations
 
 import dataclasses
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from offbench.errors import OffbenchError
 from offbench.offload import fsdp
 from offbench.offload.chunks import Chunk, plan_chunks
 from offbench.offload.copies import Copier, Ledger
+from offbench.offload.deferral import deferrable
 from offbench.offload.engine import Engine, Work
 from offbench.offload.hoststore import HostStore
 from offbench.offload.layout import Member, apart, local_of, placed_like
@@ -104,7 +104,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     def _lay_out(self, parameters: list[tuple[nn.Parameter, int]]) -> None:
         """Give these parameters chunks behind the ones there are, with zero moments in `self.state`."""
         if self.schedule.deferred:
-            self.schedule = _deferrable(self.schedule, self._model, [p for p, _ in parameters])
+            self.schedule = deferrable(self.schedule, self._model, [p for p, _ in parameters], self._streams)
         sizes = [local_of(p).numel() * local_of(p).element_size() for p, _ in parameters]
         new = plan_chunks(sizes, self.schedule.chunk_bytes, after=self.chunks)
         stored = [chunk.nbytes for chunk in new]
@@ -303,21 +303,3 @@ def _refuse(group: dict[str, Any]) -> None:
     for option in _REFUSED:
         if group.get(option):
             raise OffbenchError(f"OffloadedAdamW does not support {option}=True")
-
-
-def _deferrable(schedule: Schedule, model: nn.Module | None, parameters: list[nn.Parameter]) -> Schedule:
-    """The schedule itself, or, when a reader of some parameter could not be made to wait, its synchronous form."""
-    try:
-        managed = fsdp.managed_parameters(model) if model is not None else set()
-        unmanaged = [p for p in parameters if p not in managed]
-        if not unmanaged:
-            return schedule
-        names = {p: name for name, p in model.named_parameters()} if model is not None else {}
-        found = names.get(unmanaged[0], f"of shape {tuple(unmanaged[0].shape)}")
-        why = f"no FSDP2 group manages parameter {found}" + (
-            f" and {len(unmanaged) - 1} more" if len(unmanaged) > 1 else ""
-        )
-    except fsdp.UnknownFSDP as unknown:
-        why = str(unknown)
-    warnings.warn(f"{schedule.name}: {why}; updates run synchronously inside step()", UserWarning, stacklevel=3)
-    return dataclasses.replace(schedule, deferred=False)

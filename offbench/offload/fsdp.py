@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from offbench.offload.streams import Event, Streams, Why
@@ -58,6 +59,11 @@ def param_groups(model: nn.Module) -> list[Any]:
 def managed_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that some FSDP2 group gathers. Raises UnknownFSDP."""
     return {p.sharded_param for group in param_groups(model) for p in group.fsdp_params}
+
+
+def meshes(model: nn.Module) -> list[DeviceMesh]:
+    """The meshes its groups are sharded over, each once. Raises UnknownFSDP."""
+    return list({id(group.mesh_info.mesh): group.mesh_info.mesh for group in param_groups(model)}.values())
 
 
 class ReadGuard:
