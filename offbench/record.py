@@ -114,6 +114,8 @@ class Floor(Row):
 
     seconds: float | None = None
     bound_by: str | None = None
+    serial_seconds: float | None = None
+    """The same bytes one way at a time."""
 
 
 class StateAt(Row):
@@ -160,6 +162,8 @@ class RunRecord(Row):
     phase: str | None = None
     """What the launch was doing when it ended badly."""
     spec: RunSpec
+    job: dict[str, str | int | float | bool | None] | None = None
+    """What a trainer that offbench did not launch says about itself; `spec.workload` then means nothing."""
     step_s: float | None = None
     """Compute-stream time from before the first to after the last window step / steps, max over ranks."""
     median_step_s: float | None = None

@@ -84,6 +84,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         self.device = local_of(trained[0][0]).device
         self.implementation: Implementation = implementation
         self.schedule = schedule
+        self.copy_repeat = copy_repeat
         self.chunks: tuple[Chunk, ...] = ()
         self.store = HostStore([], pin_for=self.device)
         self._model = model

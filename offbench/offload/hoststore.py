@@ -13,10 +13,12 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 from offbench.errors import OffbenchError
+from offbench.hardware import cgroup_memory
 
 PAGE = mmap.PAGESIZE
 SLAB_BYTES = 4 << 30
@@ -49,6 +51,7 @@ class HostStore:
     def extend(self, sizes: Sequence[int]) -> None:
         """Add chunks of these sizes behind the ones there are, whose addresses stay."""
         began = time.perf_counter()
+        require_room(sum(sizes))
         self.requested_bytes += sum(sizes)
         for first, last in _slabs(sizes):
             slab = self._slab(sum(sizes[first:last]))
@@ -84,6 +87,21 @@ class HostStore:
                 f"{self.locked_bytes / 2**30:.1f} GiB ({status}); check `ulimit -l` and the container's memory limit"
             )
         self.locked_bytes += slab.numel()
+
+
+def require_room(nbytes: int, root: Path = Path("/")) -> None:
+    """Raise OffbenchError when a container would kill this process for touching so many more bytes.
+
+    Only its limit is a wall: free memory may grow (caches, ballooned guests), and drivers pin without charging
+    RLIMIT_MEMLOCK.
+    """
+    for limit, used in cgroup_memory(root):
+        if nbytes > limit - used:
+            raise OffbenchError(
+                f"{nbytes / 2**30:.1f} GiB of host memory for optimizer state, but this container may take only "
+                f"{max(0, limit - used) / 2**30:.1f} GiB more of its {limit / 2**30:.1f}; raise its memory limit, "
+                "or run fewer ranks in it"
+            )
 
 
 def _unregister(slabs: list[tuple[int, int]]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 
+from offbench.errors import OffbenchError
 from offbench.offload import hoststore
-from offbench.offload.hoststore import PAGE, HostStore
+from offbench.offload.hoststore import PAGE, HostStore, require_room
 
 
 def test_slabs_are_exact_and_chunks_do_not_share_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +37,18 @@ def test_views_outlive_the_store() -> None:
     del store
     gc.collect()
     assert int(view.sum()) == 7 * 4096
+
+
+def test_a_container_too_small_is_said_before_anything_is_touched(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup/job"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+    (group / "memory.max").write_text(f"{4 << 30}\n")
+    (group / "memory.current").write_text(f"{1 << 30}\n")
+    require_room(3 << 30, tmp_path)
+    with pytest.raises(OffbenchError, match=r"5\.0 GiB .* only 3\.0 GiB more of its 4\.0"):
+        require_room(5 << 30, tmp_path)
 
 
 @pytest.mark.gpu
