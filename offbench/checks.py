@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from offbench import arms
-from offbench.config import RunSpec
+from offbench.config import GIB, RunSpec
 from offbench.measure import first_non_finite, window_valid
 
 if TYPE_CHECKING:
     from offbench.rank_report import RankReport
+
+MEMORY_SLACK = 2 * GIB
+"""Library workspaces, rotary tables and the like; an eighth of the state this check is there to find."""
 
 
 def check_launch(spec: RunSpec, reports: Sequence[RankReport]) -> dict[str, str]:
@@ -18,6 +21,9 @@ def check_launch(spec: RunSpec, reports: Sequence[RankReport]) -> dict[str, str]
     return {
         "schedule": _schedule(spec, reports) or "ok",
         "state": _state(spec, reports) or "ok",
+        "memory": _memory(spec, reports) or "ok",
+        "updates": _updates(spec, reports) or "ok",
+        "activations": _activations(spec, reports) or "ok",
         "window": _window(spec, reports) or "ok",
         "finite": first_non_finite([report.result for report in reports]) or "ok",
         "norms agree": _norms(spec, reports) or "ok",
@@ -47,6 +53,43 @@ def _state(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
         if wrong:
             place = "on the device" if offloaded else "in host memory"
             return f"rank {report.rank} keeps {wrong} bytes of state {place}"
+    return None
+
+
+def _memory(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
+    """With nothing in flight the device holds parameters and, only where the arm keeps it there, state: what the
+    allocator says, not what the optimizer says of itself."""
+    resident = not arms.find(spec.arm.name)[0].schedule(spec.arm).offloaded
+    for report in reports:
+        if report.drained_bytes is None:
+            continue
+        expected = report.local_params * (12 if resident else 4)
+        if abs(report.drained_bytes - expected) > MEMORY_SLACK:
+            return (
+                f"rank {report.rank} has {report.drained_bytes / GIB:.2f} GiB allocated after the drain, "
+                f"expected {expected / GIB:.2f}"
+            )
+    return None
+
+
+def _updates(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
+    """The AdamW kernel ran once per step on every parameter, and left its trace in every second moment."""
+    steps = spec.window.warmup + spec.window.steps
+    for report in reports:
+        if report.kernel_steps != (steps, steps):
+            return f"rank {report.rank}: AdamW counted {report.kernel_steps} steps over its parameters, not {steps}"
+        # In a rehearsal equal rows come back from every rank, and the gradient of their normalised scores vanishes.
+        if report.untouched and spec.mode.kind == "real":
+            return f"rank {report.rank}: {report.untouched[0]} was never updated ({len(report.untouched)} such)"
+    return None
+
+
+def _activations(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
+    """--activation-offload moved every block input out and back."""
+    for report in reports:
+        out, back, planned = report.activations
+        if not out == back == planned or bool(planned) != spec.workload.activation_offload:
+            return f"rank {report.rank}: {out} bytes of activations out, {back} back, planned {planned} each way"
     return None
 
 

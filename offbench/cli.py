@@ -181,6 +181,33 @@ def run(
 
 
 @app.command()
+def topo(
+    *,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", help="A machine we ship (seed-8xh200), or a file: topo JSON, hwloc or NCCL XML, ..."),
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option("--bytes", help="Floor for this much each way per rank and step, as in 28.4GiB.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Floor for the optimizer state of this model.")] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks of the job; by default one per GPU.")] = None,
+    remote: Annotated[
+        int | None, typer.Option(min=1, help="Floor with so many ranks' memory on another socket as well.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Copy on every GPU, alone and together, and keep the rates.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the drawing.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Also write a snapshot, without UUIDs, for --from.")] = None,
+) -> None:
+    """Show the machine that copies cross, its links, and the least time a step's copies can take."""
+    from offbench.topo.command import TopoOptions, topo_command
+
+    raise typer.Exit(topo_command(TopoOptions(source, size, model, world, remote, measure, json, save)))
+
+
+@app.command()
 def report(
     files: Annotated[list[Path], typer.Argument(help="Results files.", metavar="FILE...")],
     format: Annotated[str | None, typer.Option(help="table, md, csv or json.")] = None,
@@ -189,6 +216,23 @@ def report(
     from offbench.report import report as print_report
 
     print_report(files, format)
+
+
+@app.command()
+def verify(
+    *,
+    arm: Annotated[list[str] | None, typer.Option(help="Arm to prove; repeatable; default every exact one.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Ranks: 1, 2 or 4; by default each of them in turn.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Each condition once, instead of all combinations.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    format: Annotated[str, typer.Option(help="table or json.")] = "table",
+    drop_wait: Annotated[str | None, typer.Option(hidden=True, help="Plant a fault: leave out such waits.")] = None,
+) -> None:
+    """Prove on this host that arms train to the same bits as torch.optim.AdamW; exit code 1 where they do not."""
+    from offbench.verify.command import VerifyFlags, verify_command
+
+    flags = VerifyFlags(tuple(arm or ()), nproc, quick, device, format, drop_wait)
+    raise typer.Exit(verify_command(flags))
 
 
 @app.command()

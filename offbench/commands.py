@@ -13,7 +13,8 @@ from pathlib import Path
 
 from offbench import environment
 from offbench.arms import ALIASES, ARMS
-from offbench.errors import UsageError
+from offbench.config import RunSpec
+from offbench.errors import RecordError, UsageError
 from offbench.estimate import cautions, estimate, shortfalls
 from offbench.hardware import Hardware, detect
 from offbench.launcher import Launcher
@@ -100,9 +101,14 @@ def default_results() -> Path:
 
 
 def read_past(path: Path) -> list[RunRecord]:
-    """Records already in the results file; lines that cannot be read are named and left alone."""
-    if not path.exists() or path.is_dir():
+    """Records already in the results file; lines that cannot be read are named and left alone.
+
+    Raises RecordError for a folder, a device or a pipe: records are read back and synced to disk.
+    """
+    if not path.exists():
         return []
+    if not path.is_file():
+        raise RecordError(f"cannot write results to {path}: not a regular file; choose another --results")
     found = read_records([path])
     for problem in found.problems:
         print(f"warning: {problem}", file=sys.stderr)
@@ -113,14 +119,17 @@ def dry_run_lines(plan: list[Planned], path: Path, launcher: Launcher) -> Iterat
     """The plan, each spec once in full, its memory estimate and its command."""
     yield f"would append {len(plan)} records to {path}"
     yield "order: " + ", ".join(f"{arm_name(item.spec)} #{item.launch}" for item in plan)
-    for spec in dict.fromkeys(item.spec for item in plan):
+    first: dict[RunSpec, int] = {}
+    for item in plan:
+        first.setdefault(item.spec, item.launch)
+    for spec, launch in first.items():
         need = estimate(spec)
         yield f"{arm_name(spec)}: run {spec.run_id}"
         yield f"  spec     {spec.canonical()}"
         gpu = f"{gib(need.gpu_bytes)} GiB on each GPU, " if need.gpu_bytes else ""
         pinned = f", {gib(need.pinned_bytes)} GiB of it pinned" if need.pinned_bytes else ""
         yield f"  estimate {gpu}{gib(need.host_bytes)} GiB of host memory a process{pinned}"
-        yield "  command  " + shlex.join(launcher.command(spec, run_root(path) / f"{spec.run_id}-1"))
+        yield "  command  " + shlex.join(launcher.command(spec, run_root(path) / f"{spec.run_id}-{launch}"))
 
 
 def list_arms() -> Iterator[str]:

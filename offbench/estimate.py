@@ -41,6 +41,10 @@ def estimate(spec: RunSpec) -> Estimate:
     w, shape = spec.workload, presets.find(spec.workload.model)
     params = 4 * shape.local_params(spec.mode.world, w.ep, w.layers)
     grads, state = params, 2 * params
+    if w.grad_accum > 1:
+        # Without reduction FSDP2 adds micro batches up unsharded, in fp32.
+        experts = shape.params(w.layers) - shape.dense_params(w.layers)
+        grads = 4 * (shape.dense_params(w.layers) + experts // w.ep)
     saved = saved_bytes(spec)
     kept, parked = (2 * saved // w.layers, saved) if w.activation_offload else (saved, 0)
     # Gradients grow through backward while saved inputs are freed, so their larger amount is what adds up.

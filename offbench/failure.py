@@ -25,11 +25,11 @@ PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _PEER = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|remote process exited"
-    r"|peer (closed|disconnected)|rendezvous.*closed",
+    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|remote process exit"
+    r"|peer (closed|disconnected)|rendezvous.*closed|recvvalue failed|network error|caused pair closure",
     re.IGNORECASE,
 )
-_OOM = re.compile(r"out of memory|cannot allocate memory|refused to pin", re.IGNORECASE)
+_OOM = re.compile(r"out of memory|cannot allocate memory|refused to pin|ALLOC_FAILED|bad_alloc", re.IGNORECASE)
 
 
 def die_with_parent() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from offbench.arms import ARMS
-from offbench.config import RunSpec
+from offbench.config import RunSpec, Workload
 from offbench.units import gib, show_size
 from offbench.workload.presets import PRESETS
 
@@ -48,6 +48,12 @@ def describe(caption: dict[str, Any]) -> list[str]:
     batch = f"{w['seq_len']} tokens x {w['micro_batch']} x {w['grad_accum']} a rank"
     ep = f"EP {w['ep']}" + ("" if w["count_readback"] else " without count read-back")
     flags = [ep, f"checkpointing {w['ac']}", "compile" if w["compile"] else "no compile", w["routing"]]
+    usual = Workload()
+    flags += [
+        f"{name.replace('_', ' ')} {w[name]}"
+        for name in ("adamw", "lr", "betas", "eps", "weight_decay", "max_norm", "seed")
+        if _plain(w[name]) != _plain(getattr(usual, name))
+    ]
     kind = "real"
     if mode["kind"] == "rehearsal":
         ranks = "rank 0" if mode["nproc"] == 1 else f"ranks 0-{mode['nproc'] - 1}"
@@ -68,3 +74,7 @@ def describe(caption: dict[str, Any]) -> list[str]:
             )
         ),
     ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

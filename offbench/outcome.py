@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,9 @@ from typing import Any
 from offbench.launcher import Exit
 from offbench.progress import Progress, ProgressTail, show_seconds
 from offbench.record import Failure, Status
+
+_ENDED = re.compile(r"\(local_rank: (\d+)\)\s+exitcode\s*: -(\d+)")
+"""A rank that a signal ended, in torchrun's summary."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,13 @@ def classify(folder: Path, end: Exit, timeout_s: float) -> Outcome:
         measured = json.loads(result.read_text())
         return Outcome(measured.get("status", "ok"), measured.get("reason"), measured.get("phase"), None, measured)
     first = first_failure(folder)
+    killed = killed_rank(folder) if first is None or first.get("peer") else None
+    if killed is not None:
+        rank, name = killed
+        reason = f"rank {rank} was killed by {name}" + (", perhaps for host memory" if name == "SIGKILL" else "")
+        said = _last_words(folder, rank)
+        failure = Failure(rank=rank, type=name, message=said, phase=phase, log=logs)
+        return Outcome("crash", reason + (f"; its last words: {said}" if said else ""), phase, failure)
     if first is None:
         return Outcome("crash", _without_failure(folder, end), phase, Failure(phase=phase, log=logs))
     failure = Failure(
@@ -67,14 +79,37 @@ def first_failure(folder: Path) -> dict[str, Any] | None:
     return min(found, key=lambda item: (bool(item.get("peer")), item.get("time_ns") or 0), default=None)
 
 
+def killed_rank(folder: Path) -> tuple[int, str] | None:
+    """The rank that a signal ended, and the signal, as torchrun's summary says; such a rank cannot report.
+
+    None when no rank was killed, or only by torchrun itself (SIGTERM) because another one had failed.
+    """
+    log = folder / "torchrun.log"
+    ends = _ENDED.findall(log.read_text(errors="replace")) if log.exists() else []
+    killed = [(int(rank), int(code)) for rank, code in ends if int(code) != signal.SIGTERM]
+    if not killed:
+        return None
+    rank, code = killed[-1]  # the summary ends with what it takes for the root cause
+    known = {number.value: number.name for number in signal.Signals}
+    return rank, known.get(code, f"signal {code}")
+
+
+def _last_words(folder: Path, rank: int | str) -> str | None:
+    """The last line a local rank wrote to stderr."""
+    for log in sorted(folder.glob(f"logs/**/{rank}/stderr.log")):
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        if lines:
+            return lines[-1]
+    return None
+
+
 def _without_failure(folder: Path, end: Exit) -> str:
     """No rank left a failure: killed from outside, or dead before the worker's own code ran."""
     if end.code == 0:
         return "torchrun ended without an error and without a result"
-    for log in sorted(folder.glob("logs/**/stderr.log")):
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        if lines:
-            return f"local rank {log.parent.name} left no report; its last words: {lines[-1]}"
+    for rank in sorted({log.parent.name for log in folder.glob("logs/**/stderr.log")}):
+        if said := _last_words(folder, rank):
+            return f"local rank {rank} left no report; its last words: {said}"
     return (
         f"torchrun ended with code {end.code} and no rank left a report: killed from outside, "
         "perhaps for host memory; see torchrun.log"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from offbench import arms, bandwidth, environment, placement
 from offbench.config import GIB, RunSpec
 from offbench.device import Device
-from offbench.hardware import visible_gpus
+from offbench.hardware import load_nvml, visible_gpus
 from offbench.measure import StepRecorder
 from offbench.offload import OffloadedAdamW
 from offbench.offload.hoststore import HostStore
@@ -39,6 +41,7 @@ def run(spec: RunSpec, local_rank: int, out: Path, progress: Progress) -> None:
     progress.enter("start")
     device, bound, env = place(spec, local_rank)
     link, copy_repeat = probe_link(spec, device)
+    env |= environment.capture(job_bus_id(env))
 
     progress.enter("build")
     join(spec, local_rank, device)
@@ -87,14 +90,20 @@ def probe_link(spec: RunSpec, device: Device) -> tuple[Link, float]:
     if device.torch_device.type == "cpu":
         return Link(), 1.0
     store = HostStore([PROBE_BYTES], pin_for=device.torch_device)
-    native = bandwidth.probe(device.torch_device, store.chunk(0))
+    rounds = itertools.count()
+
+    def together() -> None:
+        """Ranks of one host measure the same direction at the same time, as they will copy."""
+        meet(f"probe {next(rounds)}", spec.mode.nproc)
+
+    native = bandwidth.probe(device.torch_device, store.chunk(0), together=together)
     if spec.mode.emulate_link is None:
         native.native_both_bytes_per_s = native.both_bytes_per_s
         link, repeat = native, 1.0
     else:
         assert native.both_bytes_per_s is not None
         repeat = bandwidth.repeat_for(spec.mode.emulate_link, native.both_bytes_per_s)
-        link = bandwidth.probe(device.torch_device, store.chunk(0), repeat=repeat)
+        link = bandwidth.probe(device.torch_device, store.chunk(0), repeat=repeat, together=together)
         link.native_both_bytes_per_s = native.both_bytes_per_s
     torch.cuda.empty_cache()  # the probe's buffers are not the workload's
     return link, repeat
@@ -138,13 +147,16 @@ def train(
     """Warm-up and window. The GPU's condition is read under load, in the last warm-up step."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     gc.disable()
+
+    def under_load() -> None:
+        if (bus_id := job_bus_id(env)) is not None:
+            env.update(environment.gpu_state(bus_id, load_nvml()))
+
     for step in range(recorder.total):
         phase = "warmup" if step < recorder.warmup else "measure"
-        train_step(job, optimizer, scheduler, recorder, step)
+        train_step(job, optimizer, scheduler, recorder, step, under_load if step + 1 == recorder.warmup else None)
         if step + 1 in (recorder.warmup, recorder.total):
             log.note(step + 1, recorder.boundary)
-        if step + 2 == recorder.warmup or recorder.warmup == 1:
-            env |= environment.capture(job_bus_id(env))
         if step % COLLECT_EVERY == COLLECT_EVERY - 1:
             gc.collect()
         seconds = recorder.finished_step_s()
@@ -164,8 +176,12 @@ def train_step(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     recorder: StepRecorder,
     step: int,
+    under_load: Callable[[], None] | None = None,
 ) -> None:
-    """One optimizer step, as trainers write it: forward and backward, clip, step, zero_grad, scheduler."""
+    """One optimizer step, as trainers write it: forward and backward, clip, step, zero_grad, scheduler.
+
+    under_load: called once the backward is queued, while the device is busy with it.
+    """
     recorder.begin()
     losses = []
     for tokens, labels in job.micro_batches(step):
@@ -173,6 +189,8 @@ def train_step(
         recorder.mark("forward")
         loss.backward()
         recorder.mark("backward")
+        if under_load is not None:
+            under_load()
         losses.append(loss.detach())
     norm, factor = job.clip()
     recorder.mark("clip")

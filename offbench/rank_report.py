@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from offbench import bandwidth
@@ -18,9 +19,13 @@ from offbench.checks import check_launch
 from offbench.config import RunSpec
 from offbench.device import peak_bf16_flops
 from offbench.failure import write_json
+from offbench.floor import Tree, of_launch
 from offbench.measure import RankResult, StepRecorder, Traffic, gather
 from offbench.offload import OffloadedAdamW
+from offbench.offload.layout import local_of
 from offbench.record import Host, Link, Moved, StateAt
+from offbench.topo import cache as topo_cache
+from offbench.topology.detect import detect
 from offbench.traffic import TrafficLog
 from offbench.workload.parallel import Job
 from offbench.workload.presets import find
@@ -43,6 +48,16 @@ class RankReport:
     largest_chunk: int
     chunks: int
     schedule: str
+    kernel_steps: tuple[int, int]
+    """Fewest and most steps the AdamW kernel counted over this rank's parameters."""
+    untouched: list[str]
+    """Parameters whose exp_avg_sq is all zeros where it was looked at."""
+    checksum: float
+    """Sum of this rank's parameters in fp64."""
+    drained_bytes: int | None
+    """Device memory allocated when nothing is in flight and gradients are gone."""
+    activations: tuple[int, int, int]
+    """Bytes of activations moved out and in, and planned each way, over all steps."""
     expert_load: float | None
     env: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -71,12 +86,42 @@ def describe(
             rss_bytes=psutil.Process().memory_info().rss,
         ),
         link=Link(),
-        local_params=sum(p.to_local().numel() for p in job.params),  # type: ignore[attr-defined]
+        local_params=sum(local_of(p).numel() for p in job.params),
         largest_chunk=max(chunk.nbytes for chunk in optimizer.chunks),
         chunks=len(optimizer.chunks),
         schedule="deferred" if optimizer.schedule.deferred else "synchronous",
+        kernel_steps=optimizer.kernel_steps(),
+        untouched=untouched(job, optimizer),
+        checksum=checksum(job),
+        drained_bytes=recorder.device.allocated(),
+        activations=activations(spec, job, recorder.total),
         expert_load=job.expert_load(),
     )
+
+
+def checksum(job: Job) -> float:
+    """Sum of this rank's parameters in fp64."""
+    shards = [local_of(parameter) for parameter in job.params]
+    return float(sum(shard.sum(dtype=torch.float64) for shard in shards))
+
+
+def untouched(job: Job, optimizer: OffloadedAdamW) -> list[str]:
+    """Parameters with no trace of an update in exp_avg_sq; of large ones every 997th element is read."""
+    found = []
+    for name, parameter in job.model.named_parameters():
+        moment = local_of(optimizer.state[parameter]["exp_avg_sq"]).flatten()
+        if moment.numel() and not bool(moment[:: 997 if moment.numel() > 1 << 20 else 1].any()):
+            found.append(name)
+    return found
+
+
+def activations(spec: RunSpec, job: Job, steps: int) -> tuple[int, int, int]:
+    """Bytes moved out, in, and planned each way: one block input per layer and micro batch."""
+    if job.activation_offload is None:
+        return 0, 0, 0
+    w = spec.workload
+    block = w.micro_batch * w.seq_len * job.shape.hidden * 2  # bf16
+    return job.activation_offload.out_bytes, job.activation_offload.in_bytes, steps * w.grad_accum * w.layers * block
 
 
 def store() -> TCPStore:
@@ -127,8 +172,9 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
             name: largest([getattr(r.host, name) for r in reports])
             for name in ("pinned_requested_bytes", "pinned_locked_bytes", "pin_s", "rss_bytes")
         },
-        numa=first.host.numa,
+        numa=", ".join(dict.fromkeys(r.host.numa for r in reports if r.host.numa is not None)) or None,
     )
+    link = bandwidth.worst([r.link for r in reports])
     fields = dict(vars(figures)) | {
         "status": "invalid" if bad else "ok",
         "reason": bad,
@@ -138,8 +184,10 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "moved": first.moved,
         "state": first.state,
         "host": host,
-        "link": bandwidth.worst([r.link for r in reports]),
+        "link": link,
+        "floor": of_launch(first.moved, link, shared_links(spec)),
         "adamw": spec.workload.adamw,
+        "params_checksum": sum(r.checksum for r in reports),
         "params": shape.params(spec.workload.layers),
         "local_params": max(r.local_params for r in reports),
         "chunks": first.chunks,
@@ -149,6 +197,14 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "env": first.env,
     }
     return {key: _plain(value) for key, value in fields.items()}
+
+
+def shared_links(spec: RunSpec) -> Tree | None:
+    """What the local ranks share, where `offbench topo --measure` has measured it; an emulated link is slower than
+    all of it, and one process shares nothing."""
+    if spec.mode.device == "cpu" or spec.mode.nproc == 1 or spec.mode.emulate_link is not None:
+        return None
+    return topo_cache.launch_tree(topo_cache.recall(detect()), spec.mode.nproc)
 
 
 def mfu(spec: RunSpec, step_s: float, gpu: str | None) -> float | None:

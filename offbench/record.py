@@ -189,6 +189,8 @@ class RunRecord(Row):
     floor: Floor = Floor()
     adamw: str | None = None
     """AdamW implementation that really ran."""
+    params_checksum: float | None = None
+    """Sum of the local parameters of all processes after the last step, in fp64: equal bits give equal sums."""
     params: int | None = None
     """Parameters of the whole model."""
     local_params: int | None = None
@@ -237,6 +239,8 @@ class ResultsFile:
             while data:
                 data = data[os.write(self._fd, data) :]
             os.fsync(self._fd)
+        except OSError as error:
+            raise RecordError(f"cannot append to {self.path}: {error.strerror}; the record was: {line}") from error
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
@@ -275,6 +279,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON may hold U+2028 as it is
         if line.strip():
             yield number, line

@@ -6,11 +6,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from offbench.compare import Group, Row, Spread
@@ -52,6 +53,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "step s": lambda row: _spread(row.step_s, ".3f"),
     "x none": _x_none,
     "exposed s": lambda row: MISSING if row.exposed_s is None else f"{row.exposed_s:.3f}",
+    "floor s": lambda row: MISSING if row.floor_s is None else f"{row.floor_s:.3f}",
+    "x floor": lambda row: MISSING if row.x_floor is None else f"{row.x_floor:.2f}",
     "peak GiB, first step": _first_peak,
     "peak GiB, steady": lambda row: _bytes(row.steady_peak_bytes),
     "pinned GiB": lambda row: _bytes(row.pinned_bytes),
@@ -62,6 +65,10 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 TEXT_COLUMNS = {"arm", "axes", "status"}
 SPREAD_COLUMNS = {"tok/s", "step s"}
 """On a terminal these show the spread below the median."""
+TIMES = ("arm", "axes", "tok/s", "step s", "x none", "exposed s", "n")
+FLOOR = ("arm", "axes", "exposed s", "floor s", "x floor")
+MEMORY = ("arm", "axes", "peak GiB, first step", "peak GiB, steady", "pinned GiB", "RSS GiB", "status")
+"""The tables that stand in for one where the terminal is too narrow for all columns."""
 
 
 def headers(group: Group) -> list[str]:
@@ -87,20 +94,45 @@ def remarks(group: Group) -> list[str]:
 
 
 def to_table(groups: Sequence[Group], console: Console) -> None:
-    """Print each group for a person at a terminal."""
+    """Print each group for a person at a terminal; where it is too narrow, times and memory one below the other, and
+    where it is narrower still, lines longer than it: a number is never cut."""
     for group in groups:
         for line in describe(group.caption):
             console.print(line, markup=False, highlight=False)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        for name, head in zip(COLUMNS, headers(group), strict=True):
-            side: Literal["left", "right"] = "left" if name in TEXT_COLUMNS else "right"
-            table.add_column(head.replace(", ", "\n"), justify=side, overflow="fold")
-        for row in (zip(COLUMNS, line, strict=True) for line in cells(group)):
-            table.add_row(*(cell.replace(" (", "\n(") if name in SPREAD_COLUMNS else cell for name, cell in row))
-        console.print(table, markup=False)
+        floors = any(row.floor_s is not None for row in group.rows)
+        tables = [_table(group, [name for name in COLUMNS if floors or "floor" not in name], ", ")]
+        if _least_width(tables[0], console) > console.width:
+            tables = [_table(group, names, " ") for names in (TIMES, *([FLOOR] if floors else []), MEMORY)]
+        for table in tables:
+            least = _least_width(table, console)
+            table.width = least if least > console.width else None
+            console.print(table, markup=False, crop=False)
         for line in remarks(group):
             console.print(line, markup=False, highlight=False)
         console.print()
+
+
+def _least_width(table: Table, console: Console) -> int:
+    """Columns of a terminal below which a number or a word would be cut."""
+    return Measurement.get(console, console.options.update(width=10_000), table).minimum
+
+
+def _table(group: Group, names: Iterable[str], break_heads_at: str) -> Table:
+    """Some of the group's columns. Text wraps at words where room is short, numbers never."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    heads = dict(zip(COLUMNS, headers(group), strict=True))
+    rows = [dict(zip(COLUMNS, line, strict=True)) for line in cells(group)]
+    chosen = list(names)
+    for name in chosen:
+        text = name in TEXT_COLUMNS
+        longest = max((len(word) for row in rows for word in row[name].split()), default=None) if text else None
+        side: Literal["left", "right"] = "left" if text else "right"
+        head = heads[name].replace(", ", "\n").replace(break_heads_at, "\n")
+        table.add_column(head, justify=side, overflow="fold", no_wrap=not text, min_width=longest)
+    for row in rows:
+        spread = {name: row[name].replace(" (", "\n(") for name in SPREAD_COLUMNS}
+        table.add_row(*((row | spread)[name] for name in chosen))
+    return table
 
 
 def to_markdown(groups: Sequence[Group]) -> str:
@@ -138,6 +170,7 @@ def figures(row: Row) -> dict[str, Any]:
         "same_as_none": row.same,
         "exposed_s": row.exposed_s,
         "floor_s": row.floor_s,
+        "x_floor": row.x_floor,
         "bound_by": row.bound_by,
         "run_peak_bytes": row.run_peak_bytes,
         "first_step_peak_allocated_bytes": row.first_peak_bytes,
@@ -175,7 +208,9 @@ def to_csv(groups: Sequence[Group]) -> str:
             **{
                 key: caption[key] for key in ("source", "reference", "gpu", "cpu_model", "torch", "offbench", "driver")
             },
-            **{key: w[key] for key in ("model", "layers", "seq_len", "micro_batch", "grad_accum", "ep")},
+            **{key: value for key, value in w.items() if key != "betas"},
+            **{f"beta{i}": value for i, value in enumerate(w["betas"], start=1)},
+            **caption["window"],
             "mode": mode["kind"],
             **{key: mode[key] for key in ("device", "world", "nproc")},
             "emulated_link_bytes_per_s": mode["emulate_link"],

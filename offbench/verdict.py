@@ -45,6 +45,8 @@ def next_step(row: Row, numa_nodes: int = 1) -> str:
         return "The baseline."
     if row.x_none is None:
         return "Add --arm none to see what it costs."
+    if not row.same and row.x_none < 1 - HIDDEN:
+        return "Faster than none: noise, or none is short of memory; repeat both with --launches 3."
     if row.same or row.x_none - 1 <= HIDDEN:
         held = "fewer --slots" if (row.spec.arm.slots or 0) > 1 else "--arm chunked"
         return f"Nothing is exposed; {held} would hold less memory."

@@ -122,7 +122,11 @@ def test_a_torn_line_of_a_killed_run_is_tolerated(
             ["run", "--results", "/proc/none/x.jsonl"],
             "error: cannot write results to /proc/none/x.jsonl: No such file or directory; choose another --results",
         ),
-        (["run", "--results", "."], "error: cannot write results to .: Is a directory; choose another --results"),
+        (["run", "--results", "."], "error: cannot write results to .: not a regular file; choose another --results"),
+        (
+            ["run", "--results", "/dev/null"],
+            "error: cannot write results to /dev/null: not a regular file; choose another --results",
+        ),
         (
             ["run", "--arm", "none", "--model", "qwen3-30b-a3b"],
             "error: no arm fits: none needs about 468.9 GiB of host memory for 2 processes, 60.8 GiB are available; "
@@ -150,6 +154,16 @@ def test_dry_run_shows_specs_and_commands_and_starts_nothing(
     assert f"command  fake chunked {tmp_path}/o.runs/" in out
     assert launcher.launched == []
     assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_dry_run_shows_the_folder_of_the_launch_that_is_still_to_do(
+    launcher: FakeLauncher, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["run", "--arm", "none", "--results", "o.jsonl"]
+    assert cli.main(words) == 0
+    assert cli.main([*words, "--launches", "2", "--resume", "--dry-run"]) == 0
+    run_id = read_records([tmp_path / "o.jsonl"]).records[0].run_id
+    assert f"command  fake none {tmp_path}/o.runs/{run_id}-2\n" in capsys.readouterr().out
 
 
 def test_the_default_results_file_is_local(launcher: FakeLauncher, tmp_path: Path) -> None:

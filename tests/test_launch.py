@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 
-def launch(results: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+def launch(
+    results: Path, *options: str, env: dict[str, str] | None = None
+) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     command = [
         sys.executable,
         "-m",
@@ -31,7 +33,7 @@ def launch(results: Path, *options: str) -> tuple[subprocess.CompletedProcess[st
         text=True,
         capture_output=True,
         timeout=240,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
     )
     lines = results.read_text().splitlines() if results.exists() else []
     return done, [json.loads(line) for line in lines]
@@ -58,8 +60,9 @@ def test_every_check_of_a_launch_holds(records: dict[str, dict[str, Any]]) -> No
 
 
 def test_arms_train_the_same_bit_for_bit(records: dict[str, dict[str, Any]]) -> None:
-    def course(name: str) -> list[tuple[float, float]]:
-        return [(step["loss"], step["grad_norm"]) for step in records[name]["steps"]]
+    def course(name: str) -> list[object]:
+        steps = [(step["loss"], step["grad_norm"]) for step in records[name]["steps"]]
+        return [*steps, records[name]["params_checksum"]]
 
     assert course("none") == course("chunked") == course("overlap")
 
@@ -106,3 +109,24 @@ def test_a_rank_that_cannot_build_its_job_becomes_a_record(tmp_path: Path) -> No
     else:
         assert "--ac full" in done.stderr
         assert found == []
+
+
+SABOTAGE = {
+    "updates": "from offbench.offload.adamw import OffloadedAdamW as A; A._adamw = lambda *_: None",
+    "activations": (
+        "from offbench.workload.activation_offload import ActivationOffload as A; A._save = lambda self, block, x: x"
+    ),
+}
+
+
+@pytest.mark.parametrize("check", SABOTAGE)
+def test_an_arm_that_does_not_do_its_work_is_invalid(check: str, tmp_path: Path) -> None:
+    """A sitecustomize on the ranks' path breaks the arm from inside."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif 'OFFBENCH_SPEC' in os.environ and 'LOCAL_RANK' in os.environ:\n    " + SABOTAGE[check]
+    )
+    options = ("--arm", "overlap", "--activation-offload", "--nproc", "1", "--warmup", "1", "--steps", "1")
+    done, (record,) = launch(tmp_path / "s.jsonl", *options, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"})
+    assert done.returncode == 1
+    assert record["status"] == "invalid"
+    assert record["reason"].startswith(f"{check}: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -59,7 +60,26 @@ def test_a_rank_killed_from_outside_is_a_crash_with_its_last_words(tmp_path: Pat
     assert members(tmp_path) == []
     outcome = classify(tmp_path, end, 100)
     assert outcome.status == "crash"
-    assert outcome.reason == "local rank 1 left no report; its last words: about to die"
+    assert outcome.reason == "rank 1 was killed by SIGKILL, perhaps for host memory; its last words: about to die"
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.type, outcome.phase) == (1, "SIGKILL", "build")
+
+
+def test_a_killed_rank_is_named_even_when_its_peer_reports(tmp_path: Path) -> None:
+    peer = {"rank": 0, "time_ns": 1, "type": "RuntimeError", "message": "Connection reset by peer", "peer": True}
+    (tmp_path / "failure-0.json").write_text(json.dumps(peer))
+    (tmp_path / "torchrun.log").write_text(
+        "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 5)  (SIGTERM)\n"
+        "Root Cause (first observed failure):\n[0]:\n  rank      : 3 (local_rank: 3)\n"
+        "  exitcode  : -11 (pid: 6)  (SIGSEGV)\n"
+    )
+    outcome = classify(tmp_path, Exit(code=1), 100)
+    assert outcome.reason == "rank 3 was killed by SIGSEGV"
+    assert outcome.failure is not None
+    assert outcome.failure.rank == 3
+    own = {"rank": 1, "time_ns": 9, "type": "ValueError", "message": "bad", "peer": False}
+    (tmp_path / "failure-1.json").write_text(json.dumps(own))
+    assert classify(tmp_path, Exit(code=1), 100).reason == "rank 1: ValueError: bad"
 
 
 def test_an_interrupt_ends_the_launch(tmp_path: Path) -> None:

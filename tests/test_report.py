@@ -154,13 +154,31 @@ def test_other_mathematics_is_pointed_out() -> None:
         return [{"loss": value} for value in values]
 
     base = record(spec(), steps=losses(10.0, 9.0), adamw="fused")
-    close = record(spec("main"), steps=losses(10.0, 9.05), adamw="fused")
+    close = record(spec("main"), steps=losses(10.0, 9.005), adamw="fused")
     off = record(spec("overlap"), steps=losses(10.0, 9.2), adamw="foreach")
     assert only([base, close]).notes == []
     assert only([base, off]).notes == [
         "AdamW implementations differ between arms (foreach, fused): not only copies differ",
-        "overlap: losses leave those of none by up to 2.2%: it does not train the same",
+        "overlap, launch 1: losses leave those of none by up to 2.2%: it does not train the same",
     ]
+
+
+def test_losses_are_held_to_the_spread_of_equal_launches() -> None:
+    """An arm that leaves out updates moves the loss by less than any fixed share worth having."""
+
+    def launch(arm: str, loss: float, number: int = 1) -> RunRecord:
+        return record(spec(arm), launch=number, steps=[{"loss": 12.0}, {"loss": loss}])
+
+    base = [launch("none", 12.0), launch("none", 12.0 + 1e-4, 2)]
+    assert only([*base, launch("main", 12.0 - 2e-4)]).notes == []
+    assert only([*base, launch("main", 12.0 - 1e-3)]).notes == [
+        "main, launch 1: losses leave those of none by up to 0.0083%, launches of none differ by 0.00083%: "
+        "it does not train the same"
+    ]
+    later = [launch("main", 12.0), launch("main", 12.5, 2)]
+    assert [note.partition(":")[0] for note in only([*base, *later]).notes] == ["main, launch 2"]
+    exact = [launch("none", 12.0), launch("none", 12.0, 2)]
+    assert len(only([*exact, launch("main", 12.0 + 1e-4)]).notes) == 1
 
 
 def test_mixed_commits_are_pointed_out() -> None:
@@ -184,14 +202,14 @@ def test_markdown_marks_what_is_modelled_and_missing() -> None:
     lines = text.splitlines()
     assert lines[0] == "1 x NVIDIA H200; Test CPU, 16 CPUs  "
     assert "| tok/s, modelled |" in text
-    assert "| none | - | 65536 | 2.000 | 1.00 | 0.000 | 60.0 | 50.0 | - | - | 1 | ok |" in lines
-    assert "| main | - | - | - | - | - | - | - | - | - | 0 | oom |" in lines
+    assert "| none | - | 65536 | 2.000 | 1.00 | 0.000 | - | - | 60.0 | 50.0 | - | - | 1 | ok |" in lines
+    assert "| main | - | - | - | - | - | - | - | - | - | - | - | 0 | oom |" in lines
     assert "tok/s, modelled" not in headers(only([record(spec(world=8, nproc=8))]))
 
 
 def test_a_whole_run_peak_is_marked() -> None:
     text = to_markdown(compare(seed.published(seed.TABLE_A)))
-    assert "| none | - | 57800 | 2.260 | 1.00 | 0.000 | 81.3* | - | - | 41.0 | 1 | ok |" in text
+    assert "| none | - | 57800 | 2.260 | 1.00 | 0.000 | - | - | 81.3* | - | - | 41.0 | 1 | ok |" in text
     assert "- * over the whole run, first step included" in text
 
 
@@ -200,6 +218,27 @@ def test_a_terminal_table_fits_a_usual_width() -> None:
     to_table(compare(seed.published(seed.TABLE_A)), Console(file=out, width=100))
     assert max(map(len, out.getvalue().splitlines())) <= 110
     assert "57800" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_a_terminal_table_never_cuts_a_number(width: int) -> None:
+    out = io.StringIO()
+    launches = [record(spec(), s, i, host={"rss_bytes": 30 * GIB}) for i, s in enumerate((1.951, 1.956), start=1)]
+    measured = compare([*launches, record(spec("overlap", activation_offload=True), None)])
+    to_table([*measured, *compare(seed.published(seed.TABLE_A))], Console(file=out, width=width))
+    text = out.getvalue()
+    assert width < 80 or max(map(len, text.splitlines())) <= width
+    words = set(text.split())
+    assert {"67096", "(67010-67182)", "(1.951-1.956)", "57800", "2.260", "81.3*", "30.0"} <= words
+    assert {"overlap", "activation", "offload", "oom"} <= words
+    assert {"tok/s", "none", "exposed", "steady", "pinned", "RSS", "status"} <= words
+
+
+def test_csv_lines_of_unlike_groups_differ_in_more_than_their_number() -> None:
+    groups = compare([record(spec()), record(spec(routing="natural")), record(spec(adamw="foreach", max_norm=None))])
+    first, second, third = csv.DictReader(io.StringIO(to_csv(groups)))
+    assert (first["routing"], second["routing"]) == ("balanced", "natural")
+    assert (third["adamw"], third["max_norm"], third["warmup"], third["steps"]) == ("foreach", "", "5", "15")
 
 
 def test_machine_formats_name_units_and_keep_nulls() -> None:
@@ -266,6 +305,11 @@ def test_a_verdict_says_the_cost_and_what_to_try() -> None:
             "Nothing is exposed; fewer --slots would hold less memory.",
         ),
         ([record(spec("main"), 2.0), record(spec())], 1, "Nothing is exposed; --arm chunked would hold less memory."),
+        (
+            [record(spec("overlap"), 1.5), record(spec())],
+            1,
+            "Faster than none: noise, or none is short of memory; repeat both with --launches 3.",
+        ),
         ([record(spec("overlap"), 2.5), record(spec())], 2, "Try --numa."),
         (
             [record(spec("main"), 2.5), record(spec())],

@@ -254,6 +254,12 @@ class OffloadedAdamW(torch.optim.AdamW):
                 places[place] = places.get(place, 0) + moment.numel() * moment.element_size()
         return places
 
+    def kernel_steps(self) -> tuple[int, int]:
+        """Fewest and most steps the AdamW kernel itself has counted over the parameters; drained first."""
+        self.drain()
+        counted = [float(member.step) for members in self._members for member in members]
+        return int(min(counted)), int(max(counted))
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters' state comes behind what is there."""
         super().add_param_group(param_group)

@@ -70,6 +70,10 @@ class HostStore:
         memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)  # fewer, larger faults; the kernel may ignore it
+        if self._pin:
+            # A forked child (a data loader's worker) must not share these pages: copy-on-write could move them away
+            # from where the device writes.
+            memory.madvise(mmap.MADV_DONTFORK)
         slab = torch.frombuffer(memory, dtype=torch.uint8)
         pieces = [slab[at : at + TOUCH_BYTES] for at in range(0, rounded, TOUCH_BYTES)]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

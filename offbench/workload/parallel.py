@@ -91,10 +91,34 @@ class Job:
         return float((total.amax(dim=1) / total.double().mean(dim=1)).max())
 
 
-def build(spec: RunSpec, rank: int, device: torch.device, *, param_dtype: torch.dtype = torch.bfloat16) -> Job:
+@dataclass(frozen=True)
+class Meshes:
+    """The device meshes of a job; several jobs of one process can share them."""
+
+    dp: DeviceMesh
+    """All ranks [world]."""
+    experts: DeviceMesh
+    """The same ranks as [world / ep, ep], dimensions `efsdp` and `ep`."""
+
+    @staticmethod
+    def of(device_type: str, world: int, ep: int) -> Meshes:
+        """Meshes over the default process group, with new groups for the experts. `ep` divides `world`."""
+        dp = init_device_mesh(device_type, (world,), mesh_dim_names=("dp",))
+        return Meshes(dp, init_device_mesh(device_type, (world // ep, ep), mesh_dim_names=("efsdp", "ep")))
+
+
+def build(
+    spec: RunSpec,
+    rank: int,
+    device: torch.device,
+    *,
+    param_dtype: torch.dtype = torch.bfloat16,
+    meshes: Meshes | None = None,
+) -> Job:
     """This rank's sharded, initialised model. The default process group must exist, with `spec.mode.world` ranks.
 
-    Parameters are fp32; forward and backward run in `param_dtype`, gradients are reduced in fp32.
+    Parameters are fp32; forward and backward run in `param_dtype`, gradients are reduced in fp32. meshes: those of an
+    earlier job of this process with the same world and degree of expert parallelism; new ones by default.
 
     Raises UsageError when the degree of expert parallelism, the routing or the offload do not fit the job.
     """
@@ -104,8 +128,8 @@ def build(spec: RunSpec, rank: int, device: torch.device, *, param_dtype: torch.
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # the router's products: TF32 still has more bits than bf16
     world, ep = spec.mode.world, spec.workload.ep
-    dp = init_device_mesh(device.type, (world,), mesh_dim_names=("dp",))
-    experts_mesh = init_device_mesh(device.type, (world // ep, ep), mesh_dim_names=("efsdp", "ep"))
+    meshes = meshes or Meshes.of(device.type, world, ep)
+    dp, experts_mesh = meshes.dp, meshes.experts
     options = Options(
         routing=spec.workload.routing,
         kernels=compiled() if spec.workload.compile else Kernels(),

@@ -64,6 +64,11 @@ class ModelShape:
         block = sum(_numel(shape) for _, shape in self.layer_tensors())
         return (self.layers if layers is None else layers) * block + sum(_numel(s) for _, s in self.other_tensors())
 
+    def dense_params(self, layers: int | None = None) -> int:
+        """Parameters outside the routed experts."""
+        block = sum(_numel(s) for name, s in self.layer_tensors() if not name.startswith("experts."))
+        return (self.layers if layers is None else layers) * block + sum(_numel(s) for _, s in self.other_tensors())
+
     def local_params(self, world: int, ep: int = 1, layers: int | None = None) -> int:
         """Parameters rank 0 holds under FSDP over `world` and experts split `ep` ways (dim-0 shards, rounded up)."""
 

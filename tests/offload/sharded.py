@@ -9,57 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from offbench.arms import find
 from offbench.offload import OffloadedAdamW, Schedule
 from offbench.offload.streams import Streams
+from offbench.verify.trainees import Block, wrapped_mlp
+from offbench.verify.trainees import Mlp as Model
+
+__all__ = ["Block", "Model"]
 
 WIDTH, STEPS = 256, 6
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-class Block(nn.Module):
-    """Residual MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Model(nn.Module):
-    """Blocks, then a norm and a head that the root itself owns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
-        self.norm = nn.RMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)).square().mean()
-
-
 def build(device: torch.device, prefetch: bool = True) -> Model:
     """The model under FSDP2 over the default group."""
-    torch.manual_seed(7)
-    model = Model().to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    if prefetch:
-        for this, following in zip(model.blocks, model.blocks[1:], strict=False):
-            this.set_modules_to_forward_prefetch([following])
-            following.set_modules_to_backward_prefetch([this])
-    return model
+    return wrapped_mlp(mesh, device, torch.bfloat16, 6, WIDTH, prefetch)
 
 
 def schedule_of(arm: str, **options: Any) -> Schedule:

@@ -130,7 +130,7 @@ def unmanaged(rank: int) -> tuple[str, bool, list[str]]:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(1)
-            self.block = sharded.Block()
+            self.block = sharded.Block(sharded.WIDTH)
             self.scale = nn.Parameter(torch.ones(sharded.WIDTH))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:

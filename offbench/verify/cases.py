@@ -1,0 +1,197 @@
+"""The matrix as data: which jobs are trained, under which variants of the arms, with which paces of the streams.
+
+No torch here, so that the command line can refuse bad input before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from offbench.arms import ARMS, Arm, find
+from offbench.errors import UsageError
+from offbench.offload.schedule import Schedule
+from offbench.units import count
+
+STEPS = 6
+RESUME_AT = 3
+"""Steps before a resumed case saves, rebuilds and loads."""
+CHUNK_BYTES = {"mlp": 128 << 10, "moe": 512 << 10}
+"""State of two matrices on one rank, so that a step has five chunks or more. On more ranks less, as shards are."""
+WORLDS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training job; all arms must leave it with the same bits."""
+
+    world: int
+    model: Literal["mlp", "moe"] = "mlp"
+    """mlp: dense blocks, gradients reduced in every backward. moe: the `tiny` preset, reduced in the last one."""
+    ep: int = 1
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Of forward and backward; parameters and state are fp32."""
+    clip: bool = True
+    accumulation: int = 1
+    """Backward passes a step."""
+    resume: bool = False
+    """Save model and optimizer after RESUME_AT steps, while updates are pending, rebuild both, load, go on."""
+    implementation: Literal["fused", "foreach"] = "fused"
+
+    @property
+    def name(self) -> str:
+        """The case in words, as in `2 ranks, moe EP 2, bf16, clip, 4 backwards, resume`."""
+        return ", ".join([count(self.world, "rank"), self.job])
+
+    @property
+    def job(self) -> str:
+        """The case in words, without its ranks."""
+        model = f"moe EP {self.ep}" if self.model == "moe" else self.model
+        parts = [model, self.dtype, "clip" if self.clip else "no clip"]
+        if self.accumulation > 1:
+            parts.append(f"{self.accumulation} backwards")
+        if self.resume:
+            parts.append("resume")
+        if self.implementation != "fused":
+            parts.append(self.implementation)
+        return ", ".join(parts)
+
+    @property
+    def not_applicable(self) -> str | None:
+        """Why this case cannot exist; None when it can."""
+        if self.world % self.ep:
+            return f"EP {self.ep} on {count(self.world, 'rank')}"
+        return None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Cap of one chunk of state on each rank."""
+        return CHUNK_BYTES[self.model] // self.world
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An arm with options under which a small job tries it hard."""
+
+    arm: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The arm, marked when it has the options of WHOLE."""
+        return f"{self.arm}/whole" if ("first_step", "whole") in self.options else self.arm
+
+    def schedule(self, chunk_bytes: int) -> Schedule:
+        """The arm's schedule with these options and chunks."""
+        arm = ARMS[self.arm]
+        return arm.schedule(arm.resolve(chunk_bytes=chunk_bytes, **dict(self.options)))
+
+
+SMALL = {"slots": 2, "lead": 2, "ahead": 1}
+"""Windows far below the number of chunks: slots are taken over, and most updates are queued by the forward."""
+WHOLE = {"slots": 64, "lead": 3, "ahead": 2, "first_step": "whole"}
+"""Every chunk has its own slot: only then does a move-in have the host bytes of the last step alone to wait for."""
+
+
+def variants(arms: Sequence[str]) -> list[Variant]:
+    """The variants of the named arms, or of every exact arm when none is named.
+
+    Raises UsageError for an unknown arm and for one that is not exact.
+    """
+    chosen = dict.fromkeys(find(name)[0].name for name in arms)
+    for name in chosen:
+        if not ARMS[name].exact:
+            raise UsageError(f"--arm {name}: it is not exact, so there is nothing to prove; see `offbench arms`")
+    found = []
+    for arm in ARMS.values():
+        if arm.exact and (not chosen or arm.name in chosen):
+            found += _variants(arm)
+    return found
+
+
+def _variants(arm: Arm) -> list[Variant]:
+    sets = (SMALL, WHOLE) if "first_step" in arm.defaults else (SMALL,)
+    return [Variant(arm.name, tuple((k, v) for k, v in options.items() if k in arm.defaults)) for options in sets]
+
+
+def cases(world: int, quick: bool) -> list[Case]:
+    """The cases of one world size: all combinations, or, when `quick`, each condition at least once over WORLDS."""
+    base = Case(world)
+    if quick:
+        return [dataclasses.replace(base, **change) for change in _QUICK[world]]  # type: ignore[arg-type]
+    found = []
+    for model, ep in (("mlp", 1), ("moe", 2)):
+        if world % ep:
+            found.append(Case(world, "moe", ep))  # one line that says why there are no more
+            continue
+        for resume, dtype, clip, accumulation in itertools.product(
+            (False, True), ("bf16", "fp32"), (True, False), (1, 4)
+        ):
+            found.append(Case(world, model, ep, dtype, clip, accumulation, resume))  # type: ignore[arg-type]
+    return [*found, Case(world, "moe"), Case(world, implementation="foreach")]
+
+
+_EP: dict[str, object] = {"model": "moe", "ep": 2}
+_QUICK: dict[int, list[dict[str, object]]] = {
+    1: [{}, {"model": "moe", "clip": False, "accumulation": 4}, {"resume": True}, _EP],
+    2: [
+        {},
+        {"clip": False, "accumulation": 4},
+        {"resume": True, "dtype": "fp32"},
+        {"implementation": "foreach"},
+        _EP | {"dtype": "fp32"},
+        _EP | {"resume": True},
+    ],
+    4: [{"resume": True}, _EP],
+}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How the streams behave in one run."""
+
+    name: str
+    streams: tuple[tuple[str, str], ...] | None = None
+    """Pace by stream for the adversary; None: the device's own streams."""
+    seed: int = 0
+    copy_repeat: float = 1.0
+    """How often each byte is copied: slow copies are overtaken by anything that does not wait."""
+
+
+_SIDES = ("in", "update", "out")
+
+
+def _adversaries() -> list[Pace]:
+    """Every stream as late or as early as it can be, and at random; neighbours in the list differ as much as they
+    can."""
+    fixed = []
+    for choice in (0, 7, 1, 6, 2, 5, 3, 4):
+        paces = tuple((side, "eager" if choice >> bit & 1 else "lazy") for bit, side in enumerate(_SIDES))
+        fixed.append(Pace(", ".join(f"{side} {pace}" for side, pace in paces), paces))
+    random = [Pace(f"random, seed {s}", tuple((side, "random") for side in _SIDES), seed=s) for s in (1, 2)]
+    return [*fixed[:4], random[0], *fixed[4:], random[1]]
+
+
+ADVERSARIES = tuple(_adversaries())
+PLAIN = Pace("device streams")
+ON_DEVICE = (PLAIN, Pace("device streams, copies 40 times as long", copy_repeat=40.0))
+
+
+def paces(device: str, world: int, schedule: Schedule, number: int, quick: bool) -> list[Pace]:
+    """The paces of the cell with that number in its table.
+
+    On CPU the device's streams prove little, since everything runs when it is called: there a schedule with streams
+    runs under the adversary, a few paces a cell, the next cell under the following ones.
+    """
+    if not schedule.offloaded:
+        return [PLAIN]
+    if device != "cpu":
+        return list(ON_DEVICE)
+    if not schedule.copy_streams:
+        return [ADVERSARIES[0]]
+    each = (1 if world > 2 else 2) if quick else 3
+    turned = [ADVERSARIES[(number * each + i) % len(ADVERSARIES)] for i in range(each)]
+    return turned if quick else [PLAIN, *turned]

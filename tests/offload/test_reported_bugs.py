@@ -1,0 +1,227 @@
+"""What other offloading optimizers were publicly reported to do wrong, each a short test that it does not happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from offbench.offload import OffloadedAdamW, Schedule, adamw
+from offbench.offload.adversary import AdversarialStreams
+from offbench.offload.copies import Copier
+from offbench.offload.streams import DeviceStreams
+from tests.offload import sharded
+from tests.ranks import on_ranks
+
+CPU = torch.device("cpu")
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+CHUNKED = Schedule("chunked", offloaded=True, chunk_bytes=1 << 14, slots=2)
+WIDTH = 24
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))).to(dtype)
+
+
+def plain(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **OPTIONS, fused=True)
+
+
+def offloaded(model: nn.Module) -> OffloadedAdamW:
+    return OffloadedAdamW(model.parameters(), **OPTIONS, schedule=CHUNKED)
+
+
+def trained(
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    *,
+    steps: int = 4,
+    backwards: int = 1,
+    max_norm: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
+    """Parameters, gradient norms of all steps, and the optimizer."""
+    model = net(dtype)
+    optimizer, norms = make(model), []
+    for step in range(steps):
+        for micro in range(backwards):
+            torch.manual_seed(10 * step + micro)
+            model(torch.randn(8, WIDTH, dtype=dtype)).square().mean().backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()], norms, optimizer
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("backwards", [1, 2, 4])
+def test_no_backward_of_a_step_is_lost(backwards: int) -> None:  # DeepSpeed#7967, #7981
+    expected, norms, _ = trained(plain, backwards=backwards)
+    found, seen, _ = trained(offloaded, backwards=backwards)
+    assert same(seen, norms)
+    assert same(found, expected)
+
+
+def test_clipping_is_not_bypassed() -> None:  # pytorch/ao#1209, #959
+    expected, norms, _ = trained(plain, max_norm=1e-3)
+    found, seen, _ = trained(offloaded, max_norm=1e-3)
+    assert min(norms) > 1e-3
+    assert same(seen, norms)
+    assert same(found, expected)
+    assert not same(found, trained(offloaded)[0])
+
+
+def after_step(rank: int) -> list[str]:
+    found = []
+    for make in (
+        lambda model: torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True),
+        lambda model: sharded.optimizer_of("overlap", model, AdversarialStreams({}), slots=2, lead=2, ahead=1),
+    ):
+        model = sharded.build(CPU)
+        optimizer = make(model)
+
+        def between(step: int, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            """train() has just set the learning rate to 1000; the rest is wrong until the next step() begins."""
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            optimizer.param_groups[0].update(weight_decay=0.9, betas=(0.0, 0.0), eps=1.0)
+            _ = [torch.full((1 << 18,), torch.nan) for _ in range(8)]  # the gradients' memory, if it was given up
+
+        def correct(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            right = ("weight_decay", "betas", "eps")
+            optimizer.param_groups[0].update({key: sharded.OPTIONS[key] for key in right})
+
+        optimizer.register_step_pre_hook(correct)
+        sharded.train(model, optimizer, rank, CPU, between)
+        found.append(sharded.snapshot(model, optimizer))
+    return sharded.differences(*found)
+
+
+def test_a_late_update_sees_neither_the_next_hyperparameters_nor_cleared_gradients() -> None:  # prime-rl#4427
+    assert on_ranks(2, after_step) == [[], []]
+
+
+def test_host_memory_does_not_grow_with_accumulation() -> None:  # prime-rl#3212, #3196
+    once, often = (trained(offloaded, backwards=n)[2].store for n in (1, 4))
+    assert once.requested_bytes == often.requested_bytes
+    assert len(once.addresses) == len(often.addresses) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_is_not_kept_in_another_dtype(dtype: torch.dtype) -> None:  # radixark/Megatron-LM#67
+    expected, _, reference = trained(plain, dtype=dtype)
+    found, _, optimizer = trained(offloaded, dtype=dtype)
+    assert same(found, expected)
+    for mine, theirs in zip(optimizer.state.values(), reference.state.values(), strict=True):
+        assert mine["exp_avg"].dtype == mine["exp_avg_sq"].dtype == dtype
+        assert {k: v.dtype for k, v in mine.items()} == {k: v.dtype for k, v in theirs.items()}
+
+
+def test_no_copy_converts_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:  # DeepSpeed#6962
+    seen = []
+    copy = Copier.copy
+
+    def spy(self: Copier, target: torch.Tensor, source: torch.Tensor) -> None:
+        seen.append((target.dtype, source.dtype, target.is_contiguous(), source.is_contiguous()))
+        copy(self, target, source)
+
+    monkeypatch.setattr(Copier, "copy", spy)
+    trained(offloaded)
+    assert set(seen) == {(torch.uint8, torch.uint8, True, True)}
+
+
+def test_the_step_counter_is_not_advanced_once_per_chunk() -> None:  # prime-rl#3109, Megatron-LM#6244, vime#427
+    _, _, optimizer = trained(offloaded, steps=3)
+    assert len(optimizer.chunks) > 2
+    counters = [state["step"] for state in optimizer.state.values()]
+    assert {float(counter) for counter in counters} == {3.0}
+    assert len({counter.data_ptr() for counter in counters}) == len(counters)
+
+
+def test_an_offload_that_moves_nothing_is_noticed() -> None:  # Megatron-LM#6544, DeepSpeed#8186
+    _, _, optimizer = trained(offloaded, steps=4)
+    state = sum(2 * p.numel() * p.element_size() for p in net().parameters())
+    assert optimizer.bytes_per_step >= state
+    assert optimizer.ledger.in_bytes == optimizer.ledger.out_bytes == 4 * optimizer.bytes_per_step
+    assert optimizer.where() == {"host": state}
+
+
+def streams_made(rank: int) -> list[int]:
+    """Streams that exist after each of 50 steps, FSDP's own included."""
+    made = []
+
+    class Counted(torch.cpu.Stream):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            made.append(self)
+
+    torch.cpu.Stream = Counted
+    model, seen = sharded.build(CPU), []
+    optimizer = sharded.optimizer_of("overlap", model, DeviceStreams(CPU), slots=2, lead=2, ahead=1)
+    sharded.train(model, optimizer, rank, CPU, lambda step: seen.append(len(made)), range(50))
+    return seen
+
+
+def test_streams_are_not_made_anew_each_step() -> None:  # prime-rl#3109, #3200
+    (seen,) = on_ranks(1, streams_made)
+    assert seen[0] >= 3
+    assert set(seen) == {seen[0]}
+
+
+def evaluated(rank: int) -> tuple[list[str], bool]:
+    """An evaluation after each step but the last leaves gathered parameters behind, and nobody waits twice."""
+    snapshots, seen = [], []
+    for arm in (None, "overlap"):
+        model = sharded.build(CPU, prefetch=True)
+        if arm is None:
+            optimizer: Any = torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
+        else:
+            optimizer = sharded.optimizer_of(arm, model, AdversarialStreams({}), slots=2, lead=1, ahead=0)
+        losses = []
+
+        def between(step: int, model: nn.Module = model, losses: list[float] = losses) -> None:
+            if step < sharded.STEPS - 1:
+                with torch.no_grad():
+                    losses.append(float(model(torch.ones(4, sharded.WIDTH))))
+
+        losses += sharded.train(model, optimizer, rank, CPU, between)
+        snapshots.append(sharded.snapshot(model, optimizer))
+        seen.append(losses)
+    return sharded.differences(*snapshots), seen[0] == seen[1]
+
+
+def test_a_prefetch_and_an_evaluation_do_not_leave_stale_parameters() -> None:  # pytorch#137348
+    assert on_ranks(2, evaluated) == [([], True), ([], True)]
+
+
+def kernel_inputs(rank: int, implementation: str) -> set[tuple[type, torch.dtype]]:
+    seen = set()
+    kernel = adamw.adamw
+
+    def spy(*lists: Any, **options: Any) -> None:
+        seen.update((type(t), t.dtype) for tensors in lists[:4] for t in tensors)
+        kernel(*lists, **options)
+
+    adamw.adamw = spy
+    model = sharded.build(CPU)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    schedule = sharded.schedule_of("overlap")
+    optimizer = OffloadedAdamW(
+        model.parameters(), **sharded.OPTIONS, model=model, schedule=schedule, implementation=implementation
+    )
+    sharded.train(model, optimizer, rank, CPU, steps=range(2))
+    optimizer.drain()
+    return seen
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_no_dtensor_and_no_rounded_gradient_reaches_the_kernel(implementation: str) -> None:
+    """DTensors leak a spec per parameter and step (pytorch#188174, #181761) or are planned anew each step
+    (NVIDIA-NeMo/Automodel#2888); gradients were rounded to bf16 on the way out (prime-rl#3234)."""
+    assert on_ranks(2, kernel_inputs, implementation) == [{(torch.Tensor, torch.float32)}] * 2

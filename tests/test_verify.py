@@ -1,0 +1,288 @@
+"""`offbench verify`: the matrix holds what it says, verdicts follow from the ranks' answers, faults are found."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from offbench import arms
+from offbench.arms.arm import Arm
+from offbench.cli import main
+from offbench.errors import UsageError
+from offbench.offload import OffloadedAdamW
+from offbench.offload.schedule import Schedule
+from offbench.verify import cases as matrix
+from offbench.verify import command, ranks, table, trial
+from offbench.verify.cases import ADVERSARIES, PLAIN, Case, Variant, cases, paces, variants
+from offbench.verify.table import Answer, judge
+from offbench.verify.trial import Difference, Trial, first_difference
+from tests.ranks import on_ranks
+from tests.test_cli import modules
+
+EVERY = [case for world in matrix.WORLDS for case in cases(world, quick=False)]
+QUICK = [case for world in matrix.WORLDS for case in cases(world, quick=True)]
+
+
+def test_the_full_matrix_is_every_combination() -> None:
+    seen = {(c.world, c.ep, c.dtype, c.clip, c.accumulation, c.resume) for c in EVERY if c.not_applicable is None}
+    assert len(seen) == (3 + 2) * 16  # worlds 1, 2, 4 at EP 1, worlds 2, 4 at EP 2; 16 jobs each
+
+
+@pytest.mark.parametrize("jobs", [EVERY, QUICK], ids=["full", "quick"])
+def test_each_condition_occurs_and_names_are_unique(jobs: list[Case]) -> None:
+    possible = [case for case in jobs if case.not_applicable is None]
+    assert {c.world for c in possible} == {1, 2, 4}
+    assert {c.ep for c in possible} == {1, 2}
+    assert {c.dtype for c in possible} == {"bf16", "fp32"}
+    assert {c.clip for c in possible} == {c.resume for c in possible} == {True, False}
+    assert {c.accumulation for c in possible} == {1, 4}
+    assert {c.implementation for c in possible} == {"fused", "foreach"}
+    assert len({c.name for c in jobs}) == len(jobs)
+
+
+def test_every_exact_arm_is_tried_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rough = Arm("rough", "-", "-", "-", lambda spec: Schedule("rough", offloaded=False), exact=False)
+    monkeypatch.setitem(arms.ARMS, "rough", rough)
+    assert {variant.arm for variant in variants([])} == set(arms.ARMS) - {"rough"}
+    assert [variant.name for variant in variants(["overlap", "numa"])] == [
+        "chunked", "chunked/whole", "overlap", "overlap/whole",
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match="--arm rough: it is not exact"):
+        variants(["rough"])
+
+
+def test_cells_take_turns_at_every_pace_the_adversary_has() -> None:
+    overlap = Variant("overlap").schedule(1 << 20)
+    turns = [paces("cpu", 2, overlap, number, quick=True) for number in range(len(ADVERSARIES))]
+    assert {pace for turn in turns for pace in turn} == set(ADVERSARIES)
+    assert all(len(set(turn)) == 2 for turn in turns)
+    assert PLAIN in paces("cpu", 2, overlap, 0, quick=False)
+    assert paces("cpu", 2, Variant("none").schedule(1 << 20), 0, quick=False) == [PLAIN]
+    assert [pace.copy_repeat for pace in paces("cuda", 2, overlap, 0, quick=True)] == [1.0, 40.0]
+
+
+def values(**changed: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
+    names = ("parameter", "exp_avg", "exp_avg_sq")
+    moments = {name: torch.tensor([[1.0, math.nan], [0.0, 2.0]]) for name in names}
+    return {"block.weight": moments | {"step": torch.tensor(6.0)} | changed, "norm.weight": dict(moments)}
+
+
+def test_nan_equals_itself_bit_for_bit() -> None:
+    assert first_difference(values(), values()) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (
+            {"exp_avg": torch.tensor([[1.0, math.nan], [-0.0, 2.0]])},
+            "block.weight: exp_avg[1, 0] is -0.0, not 0.0 (rank 0, )",
+        ),
+        ({"step": torch.tensor(5.0)}, "block.weight: step is 5.0, not 6.0 (rank 0, )"),
+    ],
+)
+def test_the_first_difference_is_named(changed: dict[str, torch.Tensor], line: str) -> None:
+    found = first_difference(values(), values(**changed))
+    assert found is not None
+    assert found.describe() == line
+
+
+CASE, OVERLAP, NONE = Case(2), Variant("overlap"), Variant("none")
+
+
+def verdicts(*answers: Answer, failure: str | None = None) -> list[str]:
+    return [cell.verdict for cell in judge([CASE], [NONE, OVERLAP], answers, False, failure)]
+
+
+def said(variant: Variant, rank: int, verdict: str) -> Answer:
+    return Answer(CASE.name, variant.name, rank, verdict, "why")
+
+
+def test_the_worst_rank_decides() -> None:
+    both = [said(NONE, rank, "pass") for rank in (0, 1)]
+    assert verdicts(*both, said(OVERLAP, 0, "pass"), said(OVERLAP, 1, "FAIL")) == ["pass", "FAIL"]
+    assert verdicts(*both, said(OVERLAP, 0, "FAIL"), said(OVERLAP, 1, "not judgeable")) == ["pass", "not judgeable"]
+
+
+def test_a_rank_that_ended_early_fails_its_cell_and_the_rest_is_not_run() -> None:
+    cells = judge([CASE], [NONE, OVERLAP], [said(NONE, 0, "pass"), said(NONE, 1, "started")], False, "it broke")
+    assert [(cell.verdict, cell.text) for cell in cells] == [
+        ("FAIL", "the ranks ended: it broke"),
+        ("not run", "the ranks had ended: it broke"),
+    ]
+    assert table.exit_code(cells) == table.exit_code(cells[1:]) == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        (["pass", "pass"], 0),
+        (["pass", "not judgeable"], 0),
+        (["not judgeable", "n/a"], 1),  # nothing proven is no proof
+        (["pass", "FAIL"], 1),
+    ],
+)
+def test_exit_codes(found: list[str], code: int) -> None:
+    cells = judge([CASE], [NONE, OVERLAP], [said(v, 0, w) for v, w in zip((NONE, OVERLAP), found, strict=True)], False)
+    assert table.exit_code(cells) == code
+
+
+def test_the_table_has_a_line_a_case_and_names_what_differs() -> None:
+    impossible = replace(CASE, world=1, model="moe", ep=2)
+    answers = [
+        said(NONE, 0, "pass"),
+        Answer(CASE.name, "overlap", 0, "FAIL", Difference("w", "step", (), 1.0, 2.0, 0, "p").describe()),
+        *(Answer(impossible.name, variant.name, 0, "n/a", "EP 2 on 1 rank") for variant in (NONE, OVERLAP)),
+    ]
+    assert table.to_table(judge([CASE, impossible], [NONE, OVERLAP], answers, rehearsed=False)) == [
+        "case                          none  overlap",
+        "2 ranks, mlp, bf16, clip      pass  FAIL",
+        "1 rank, moe EP 2, bf16, clip  n/a (EP 2 on 1 rank)",
+        "",
+        "FAIL: overlap, 2 ranks, mlp, bf16, clip: w: step is 2.0, not 1.0 (rank 0, p)",
+        "1 of 4 cells equal torch.optim.AdamW bit for bit; 1 FAIL, 2 n/a",
+    ]
+
+
+def test_json_has_every_cell_and_no_nan() -> None:
+    difference = {"parameter": "w", "expected": 1.0, "found": math.nan}
+    cells = judge([CASE], [OVERLAP], [Answer(CASE.name, "overlap", 0, "FAIL", "why", difference)], rehearsed=True)
+    body = json.loads(table.to_json(cells, "cuda", "2.15.0"), parse_constant=pytest.fail)
+    assert body["cells"][0]["difference"] == {"parameter": "w", "expected": 1.0, "found": "nan"}
+    assert body["cells"][0]["rehearsed"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--arm", "overlp"], "error: unknown arm overlp: did you mean overlap?"),
+        (["--nproc", "3"], "error: --nproc 3: choose 1, 2 or 4"),
+        (["--device", "tpu"], "error: --device tpu: choose auto, cuda or cpu"),
+        (["--format", "xml"], "error: --format xml: choose table or json"),
+        (["--device", "cpu", "--drop-wait", "nap"], "error: --drop-wait nap: choose ARENA_READY, "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    assert main(["verify", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(line)
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_help_loads_no_torch_and_hides_the_planted_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "torch" not in modules("verify", "--help")
+    assert main(["verify", "--help"]) == 0
+    assert "drop-wait" not in capsys.readouterr().out
+
+
+WORDS = ["verify", "--quick", "--device", "cpu"]
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *chosen: Case) -> None:
+    """These cases alone, so that a launch takes a second or two."""
+    monkeypatch.setattr(command, "cases", lambda world, quick: list(chosen))
+
+
+def test_exact_arms_pass(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    only(monkeypatch, Case(2, resume=True), Case(2, "moe", 2))
+    assert main([*WORDS, "--nproc", "2", "--format", "json"]) == 0
+    captured = capfd.readouterr()
+    cells = json.loads(captured.out)["cells"]
+    assert {cell["verdict"] for cell in cells} == {"pass"}
+    assert {cell["arm"] for cell in cells} == {arm.name for arm in arms.ARMS.values() if arm.exact}
+    assert "2 ranks, moe EP 2, bf16, clip (2 of 2): " in captured.err
+
+
+@pytest.mark.parametrize(
+    ("world", "wait", "arm"), [(1, "READ", "overlap"), (2, "READ", "overlap"), (1, "LOADED", "chunked")]
+)
+def test_a_planted_fault_is_found_and_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], world: int, wait: str, arm: str
+) -> None:
+    only(monkeypatch, Case(world), Case(world, clip=False))
+    words = [*WORDS, "--nproc", str(world), "--arm", arm, "--arm", "none", "--drop-wait", wait]
+    assert main(words) == 1
+    out = capfd.readouterr().out
+    assert "clip  pass  FAIL" in out
+    assert f"FAIL: {arm}, {Case(world).name}: blocks.0.up.weight: parameter[0, 0] is " in out
+
+
+def test_a_fault_of_one_rank_is_found(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    honest = trial.snapshot
+
+    def off_by_a_bit(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> trial.Snapshot:
+        found = honest(model, optimizer)
+        if torch.distributed.get_rank() == 1 and isinstance(optimizer, OffloadedAdamW):
+            found["norm.weight"]["exp_avg_sq"].view(torch.int32)[3] ^= 1
+        return found
+
+    monkeypatch.setattr(trial, "snapshot", off_by_a_bit)
+    only(monkeypatch, Case(2))
+    assert main([*WORDS, "--nproc", "2", "--arm", "none"]) == 1
+    assert "norm.weight: exp_avg_sq[3] is " in capfd.readouterr().out
+
+
+def test_a_job_that_does_not_repeat_itself_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    again = iter((0.0, 1.0))
+    reference = Trial.reference
+
+    def drifting(self: Trial, resume: bool = False) -> object:
+        found = reference(self, resume)
+        found["head.weight"]["parameter"][0, 0] += next(again)
+        return found
+
+    monkeypatch.setattr(Trial, "reference", drifting)
+    only(monkeypatch, Case(1))
+    assert main([*WORDS, "--nproc", "1", "--arm", "main"]) == 1
+    out = capfd.readouterr().out
+    assert "not judgeable: main, 1 rank, mlp, bf16, clip: torch.optim.AdamW against itself: head.weight: " in out
+    assert "pass" not in out
+
+
+def test_a_rank_that_breaks_is_a_failure_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: Trial, *_: object) -> None:
+        raise RuntimeError("no such slot")
+
+    monkeypatch.setattr(Trial, "differs", broken)
+    only(monkeypatch, Case(1), Case(1, clip=False))
+    assert main([*WORDS, "--nproc", "1", "--arm", "none"]) == 1
+    out = capfd.readouterr().out
+    assert "FAIL: none, 1 rank, mlp, bf16, clip: the ranks ended: RuntimeError: no such slot" in out
+    assert "not run: none, 1 rank, mlp, bf16, no clip" in out
+
+
+def test_one_process_rehearses_a_larger_world(tmp_path: Path) -> None:
+    chosen = (Case(2), Case(4, "moe", 2, resume=True))
+    for case in chosen:
+        launch = ranks.Launch(case.world, 1, "cpu", (case,), tuple(variants(["overlap"])), quick=True)
+        folder = tmp_path / str(case.world)
+        folder.mkdir()
+        cells = judge(launch.cases, launch.variants, ranks.run(launch, folder)[0], launch.rehearsed)
+        assert [(cell.verdict, cell.rehearsed) for cell in cells] == [("pass", True)] * 2
+        assert table.to_table(cells)[1].startswith(f"{case.name}, rehearsed  pass")
+        assert pickle.loads(pickle.dumps(launch)) == launch  # as a spawned rank gets it
+
+
+def conditions(rank: int) -> list[str]:
+    """Cases whose result is that of the base case: conditions without effect would prove nothing."""
+    device = torch.device("cpu")
+    base = Trial(Case(2), rank, device).reference()
+    others = [Case(2, clip=False), Case(2, accumulation=4), Case(2, dtype="fp32")]
+    return [case.name for case in others if first_difference(base, Trial(case, rank, device).reference()) is None]
+
+
+def test_each_condition_changes_the_result() -> None:
+    assert on_ranks(2, conditions) == [[], []]
