@@ -108,6 +108,7 @@ def _caption(record: RunRecord) -> dict[str, Any]:
         "gpu": env.get("gpu") if cuda else None,
         "cpu_model": env.get("cpu_model"),
         "cpus": env.get("cpus"),
+        "job": record.job,
         "workload": workload,
         "mode": mode.model_dump(mode="json"),
         "window": record.spec.window.model_dump(mode="json"),

@@ -43,17 +43,6 @@ def describe(caption: dict[str, Any]) -> list[str]:
     w, mode, window = caption["workload"], caption["mode"], caption["window"]
     gpus = f"{mode['nproc']} x {caption['gpu'] or 'unknown GPU'}" if mode["device"] == "cuda" else "CPU"
     cpus = f"{caption['cpu_model']}, {caption['cpus']} CPUs" if caption["cpu_model"] else None
-    depth = PRESETS[w["model"]].layers if w["model"] in PRESETS else w["layers"]
-    layers = f"{w['layers']} layers" if w["layers"] == depth else f"{w['layers']} of {depth} layers"
-    batch = f"{w['seq_len']} tokens x {w['micro_batch']} x {w['grad_accum']} a rank"
-    ep = f"EP {w['ep']}" + ("" if w["count_readback"] else " without count read-back")
-    flags = [ep, f"checkpointing {w['ac']}", "compile" if w["compile"] else "no compile", w["routing"]]
-    usual = Workload()
-    flags += [
-        f"{name.replace('_', ' ')} {w[name]}"
-        for name in ("adamw", "lr", "betas", "eps", "weight_decay", "max_norm", "seed")
-        if _plain(w[name]) != _plain(getattr(usual, name))
-    ]
     kind = "real"
     if mode["kind"] == "rehearsal":
         ranks = "rank 0" if mode["nproc"] == 1 else f"ranks 0-{mode['nproc'] - 1}"
@@ -65,7 +54,7 @@ def describe(caption: dict[str, Any]) -> list[str]:
     when = caption.get("dates", [])
     return [
         "; ".join(filter(None, [gpus, cpus])),
-        f"{w['model']}, {layers}, {batch}, world {mode['world']}, {', '.join(flags)}",
+        _job(caption["job"], mode) if caption["job"] is not None else _workload(w, mode),
         "; ".join(filter(None, [kind, link if mode["device"] == "cuda" else None]))
         + f"; {window['warmup']} warm-up + {window['steps']} measured steps",
         "; ".join(
@@ -74,6 +63,27 @@ def describe(caption: dict[str, Any]) -> list[str]:
             )
         ),
     ]
+
+
+def _job(job: dict[str, Any], mode: dict[str, Any]) -> str:
+    """What a trainer of its own says about itself."""
+    told = [f"{key} {value}" for key, value in job.items() if value is not None]
+    return ", ".join([*told, f"world {mode['world']}"])
+
+
+def _workload(w: dict[str, Any], mode: dict[str, Any]) -> str:
+    depth = PRESETS[w["model"]].layers if w["model"] in PRESETS else w["layers"]
+    layers = f"{w['layers']} layers" if w["layers"] == depth else f"{w['layers']} of {depth} layers"
+    batch = f"{w['seq_len']} tokens x {w['micro_batch']} x {w['grad_accum']} a rank"
+    ep = f"EP {w['ep']}" + ("" if w["count_readback"] else " without count read-back")
+    flags = [ep, f"checkpointing {w['ac']}", "compile" if w["compile"] else "no compile", w["routing"]]
+    usual = Workload()
+    flags += [
+        f"{name.replace('_', ' ')} {w[name]}"
+        for name in ("adamw", "lr", "betas", "eps", "weight_decay", "max_norm", "seed")
+        if _plain(w[name]) != _plain(getattr(usual, name))
+    ]
+    return f"{w['model']}, {layers}, {batch}, world {mode['world']}, {', '.join(flags)}"
 
 
 def _plain(value: Any) -> Any:

@@ -197,6 +197,13 @@ def to_json(groups: Sequence[Group], problems: Sequence[str]) -> str:
     return json.dumps({"groups": body, "problems": list(problems)}, indent=2) + "\n"
 
 
+def _workload_columns(w: dict[str, Any], known: bool) -> dict[str, Any]:
+    """The workload a column each; empty where a trainer of its own described itself in `job`."""
+    columns = {key: value for key, value in w.items() if key != "betas"}
+    columns |= {f"beta{i}": value for i, value in enumerate(w["betas"], start=1)}
+    return columns if known else dict.fromkeys(columns)
+
+
 def to_csv(groups: Sequence[Group]) -> str:
     """One line a row; `group` numbers the groups, whose caption repeats in every line. Nothing known is empty."""
     out = io.StringIO()
@@ -208,8 +215,8 @@ def to_csv(groups: Sequence[Group]) -> str:
             **{
                 key: caption[key] for key in ("source", "reference", "gpu", "cpu_model", "torch", "offbench", "driver")
             },
-            **{key: value for key, value in w.items() if key != "betas"},
-            **{f"beta{i}": value for i, value in enumerate(w["betas"], start=1)},
+            "job": None if caption["job"] is None else json.dumps(caption["job"], sort_keys=True),
+            **_workload_columns(w, known=caption["job"] is None),
             **caption["window"],
             "mode": mode["kind"],
             **{key: mode[key] for key in ("device", "world", "nproc")},

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from offbench.compare import compare
 from offbench.errors import RecordError
 from offbench.record import read_records
+from offbench.render import to_csv, to_markdown
 from offbench.trainer_recorder import TrainerRecorder
 from tests.offload import sharded
 from tests.ranks import on_ranks
@@ -79,3 +81,16 @@ def test_an_unwritable_path_is_found_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match="cannot write results"):
         TrainerRecorder(tmp_path / "file" / "x.jsonl", arm="none", job={}, tokens_per_step=1, device=CPU)
+
+
+def test_report_describes_the_job_and_compares_arms(tmp_path: Path) -> None:
+    results = tmp_path / "mine.jsonl"
+    for arm in ("none", "overlap"):
+        on_ranks(1, train, str(results), arm)
+    groups = compare(read_records([results]).records)
+    text = to_markdown(groups)
+    assert len(groups) == 1
+    assert f"model mlp, width {sharded.WIDTH}, world 1" in text
+    assert "qwen3" not in text
+    assert groups[0].rows[1].x_none is not None
+    assert ",qwen3" not in to_csv(groups)
