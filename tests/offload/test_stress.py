@@ -31,6 +31,12 @@ SIDES = dict.fromkeys(("in", "update", "out"), "random")
 MIB = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks, a matrix a chunk: six chunks for two slots."""
+    monkeypatch.setattr(trainees, "BLOCKS", 2)
+
+
 @dataclass
 class Held:
     """What an engine holds on to at the end of a run, in objects."""
@@ -146,8 +152,7 @@ def soaked(rank: int) -> tuple[str | None, bool, list[str], int]:
     return differs and differs.describe(), seen == wanted, streams.order.violations, rss[-1] - rss[1]
 
 
-def test_a_soak_with_evaluations_saves_and_loads_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainees, "BLOCKS", 2)
+def test_a_soak_with_evaluations_saves_and_loads_between() -> None:
     for difference, evaluations_agree, violations, grown in on_ranks(2, soaked):
         assert difference is None
         assert evaluations_agree

@@ -1,0 +1,102 @@
+"""Keeps FSDP2's pointer tables off the copy engine.
+
+FSDP2's all-gather copy-out and reduce-scatter copy-in hand their kernels a table of pointers, which they upload from
+host memory, about four uploads a layer and step. Such an upload of 10 KB waits behind whatever bulk copy the
+host-to-device engine is serving, and compute waits with it: bulk prefetch and FSDP exclude each other. Here the same
+copies go through `torch._foreach_copy_`, whose pointers travel as kernel arguments. Values are bit for bit the same.
+
+The operators are FSDP2's own (`torch.ops.fsdp`): torch 2.11 copies in with `chunk_cat`, 2.15 with
+`chunk_cat_mixed_dtype`, which may mix dtypes in one call.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed.fsdp  # defines the operators
+from torch import Tensor
+
+_KEYS = ("CPU", "CUDA")
+
+
+class KernelCopies:
+    """Replaces FSDP2's copy-in and copy-out for the whole process until `restore`."""
+
+    def __init__(self) -> None:
+        self.copies_out = 0
+        """All-gather copy-outs made so far."""
+        self.copies_in = 0
+        """Reduce-scatter copy-ins made so far."""
+        self._library: Any = torch.library.Library("fsdp", "IMPL")  # type: ignore[no-untyped-call]
+        copy_in = "chunk_cat_mixed_dtype" if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype") else "chunk_cat"
+        with warnings.catch_warnings():
+            # That a kernel is replaced is the point; torch 2.11 says so once.
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            for key in _KEYS:
+                self._library.impl("split_with_sizes_copy", self._copy_out, key, allow_override=True)
+                self._library.impl(copy_in, self._copy_in, key, allow_override=True)
+
+    def restore(self) -> None:
+        """Give FSDP2 its own operators back."""
+        self._library._destroy()
+
+    def _copy_out(self, gathered: Tensor, sizes: Sequence[int], dim: int = 0, *, out: list[Tensor]) -> None:
+        """out[i] [world, sizes[i]] <- columns of gathered [world, sum(sizes)]."""
+        self.copies_out += 1
+        if dim != 1 or gathered.dim() != 2:
+            raise ValueError(f"FSDP2 splits rows of a matrix, not dim {dim} of {tuple(gathered.shape)}")
+        targets, sources = [], []
+        for rank, row in enumerate(gathered.unbind(0)):
+            for target, source in zip(out, row.split_with_sizes(list(sizes)), strict=True):
+                targets.append(target.view(gathered.shape[0], -1)[rank])
+                sources.append(source)
+        _copy(targets, sources)
+
+    def _copy_in(self, tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
+        """out [chunks, columns] <- each tensor cut into `num_chunks` equal runs of rows, padded with zeros, side by
+        side."""
+        self.copies_in += 1
+        if dim != 0:
+            raise ValueError(f"FSDP2 concatenates chunks of dim 0, not of dim {dim}")
+        columns = out.view(num_chunks, -1)
+        targets, sources, padding = [], [], []
+        start = 0
+        for tensor in tensors:
+            rows = -(-tensor.shape[0] // num_chunks)
+            width = rows * (tensor.numel() // max(tensor.shape[0], 1))
+            for chunk in range(num_chunks):
+                piece = tensor[chunk * rows : (chunk + 1) * rows]
+                slot = columns[chunk, start : start + width]
+                if piece.numel():
+                    targets.append(slot[: piece.numel()].view(piece.shape))
+                    sources.append(piece)
+                if piece.numel() < width:
+                    padding.append(slot[piece.numel() :])
+            start += width
+        if padding:
+            torch._foreach_zero_(padding)
+        _copy(targets, sources)
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """One call per source dtype: a list of mixed dtypes would fall back to a copy a tensor."""
+    for dtype in dict.fromkeys(source.dtype for source in sources):
+        chosen = [i for i, source in enumerate(sources) if source.dtype == dtype]
+        torch._foreach_copy_([targets[i] for i in chosen], [sources[i] for i in chosen])
+
+
+@contextmanager
+def kernel_copies(wanted: bool = True) -> Iterator[KernelCopies | None]:
+    """FSDP2 with its copies as kernels, inside the block; nothing changes when not `wanted`."""
+    if not wanted:
+        yield None
+        return
+    copies = KernelCopies()
+    try:
+        yield copies
+    finally:
+        copies.restore()
