@@ -23,11 +23,12 @@ def check_launch(spec: RunSpec, reports: Sequence[RankReport]) -> dict[str, str]
         "state": _state(spec, reports) or "ok",
         "memory": _memory(spec, reports) or "ok",
         "updates": _updates(spec, reports) or "ok",
+        "fsdp copies": _fsdp_copies(spec, reports) or "ok",
         "activations": _activations(spec, reports) or "ok",
         "window": _window(spec, reports) or "ok",
         "finite": first_non_finite([report.result for report in reports]) or "ok",
         "norms agree": _norms(spec, reports) or "ok",
-    }
+    } | ({"replica": _replica(spec, reports) or "ok"} if spec.workload.broadcast_every else {})
 
 
 def _schedule(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
@@ -84,6 +85,15 @@ def _updates(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
     return None
 
 
+def _fsdp_copies(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
+    """--fsdp-copies reached FSDP2: at least one copy-in for each layer and step, or none at all."""
+    least = spec.workload.layers * (spec.window.warmup + spec.window.steps)
+    for report in reports:
+        if spec.arm.fsdp_copies == "kernel" and report.kernel_copies < least:
+            return f"rank {report.rank}: {report.kernel_copies} copies went through kernels, at least {least} had to"
+    return None
+
+
 def _activations(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
     """--activation-offload moved every block input out and back."""
     for report in reports:
@@ -101,6 +111,17 @@ def _window(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
         )
         if found:
             return f"rank {report.rank}: {found}"
+    return None
+
+
+def _replica(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
+    """What the last broadcast left on rank 0 is what a whole gather of the drained trainer gives, bit for bit."""
+    first = reports[0]
+    expected = (spec.window.warmup + spec.window.steps) // (spec.workload.broadcast_every or 1)
+    if first.broadcast is None or first.broadcast.broadcasts != expected:
+        return f"{first.broadcast.broadcasts if first.broadcast else 0} weight broadcasts, not {expected}"
+    if first.stale:
+        return f"{first.stale[0]} is not the trainer's in bf16 after the last step ({len(first.stale)} such)"
     return None
 
 

@@ -82,6 +82,9 @@ def run(
         str | None, typer.Option(help="Run a fixed set of arms: seed (the rows of prime-rl#4427).")
     ] = None,
     numa: Annotated[bool, typer.Option("--numa", help="Bind each rank to its GPU's NUMA node first.")] = False,
+    fsdp_copies: Annotated[
+        str, typer.Option(help="stock, or kernel: FSDP2's copies without small uploads that wait behind bulk ones.")
+    ] = "stock",
     activation_offload: Annotated[
         bool, typer.Option("--activation-offload", help="Saved block inputs go to host memory too.")
     ] = False,
@@ -148,6 +151,7 @@ def run(
         arm=tuple(arm or ()),
         table=table,
         numa=numa,
+        fsdp_copies=fsdp_copies,
         activation_offload=activation_offload,
         model=model,
         layers=layers,

@@ -169,13 +169,14 @@ def _largest(values: Iterable[N | None]) -> N | None:
 
 
 def _baseline(row: Row, rows: Sequence[Row]) -> Row | None:
-    """`none` with the same activation axis; the unbound one when there are several."""
+    """`none` with the same activation axis; the fastest one when there are several, since a slow baseline hides
+    copies for free."""
     found = [
-        other
-        for other in rows
+        (other.step_s.median, index)
+        for index, other in enumerate(rows)
         if other.arm == "none" and other.activation_offload == row.activation_offload and other.step_s is not None
     ]
-    return min(found, key=lambda other: other.spec.arm.numa, default=None)
+    return rows[min(found)[1]] if found else None
 
 
 def _against(row: Row, base: Row | None, noise: float | None) -> Row:

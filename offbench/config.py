@@ -63,6 +63,8 @@ class ArmSpec(Frozen):
     name: str = "none"
     numa: bool = False
     """Bind each rank to its GPU's NUMA node before anything is pinned."""
+    fsdp_copies: Literal["stock", "kernel"] = "stock"
+    """kernel: FSDP2's copy-in and copy-out without uploads of pointer tables (`offbench.offload.small_copies`)."""
     chunk_bytes: int | None = Field(default=None, ge=4096)
     """Largest chunk of state moved at once; a larger parameter is a chunk alone. This and every field below
     is null in arms that do not use it (`Arm.resolve` in `offbench.arms` fills in the arm's defaults)."""

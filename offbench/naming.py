@@ -18,6 +18,8 @@ def axes(spec: RunSpec, numa: str | None = None) -> str:
     if arm.numa:
         done = "" if numa is None or numa.startswith("node") else f" {numa.partition(':')[0]}"
         parts.append("numa" + done)
+    if arm.fsdp_copies != "stock":
+        parts.append(f"fsdp copies {arm.fsdp_copies}")
     if spec.workload.activation_offload:
         parts.append("activation offload")
     if arm.first_step == "whole":

@@ -20,6 +20,7 @@ from offbench.hardware import load_nvml, visible_gpus
 from offbench.measure import StepRecorder
 from offbench.offload import OffloadedAdamW
 from offbench.offload.hoststore import HostStore
+from offbench.offload.small_copies import KernelCopies, kernel_copies
 from offbench.rank_report import describe, hand_over, meet
 from offbench.record import Link
 from offbench.traffic import TrafficLog
@@ -38,6 +39,11 @@ COLLECT_EVERY = 50
 
 def run(spec: RunSpec, local_rank: int, out: Path, progress: Progress) -> None:
     """The launch as this rank lives it."""
+    with kernel_copies(spec.arm.fsdp_copies == "kernel") as copies:
+        _run(spec, local_rank, out, progress, copies)
+
+
+def _run(spec: RunSpec, local_rank: int, out: Path, progress: Progress, copies: KernelCopies | None) -> None:
     progress.enter("start")
     device, bound, env = place(spec, local_rank)
     link, copy_repeat = probe_link(spec, device)
@@ -62,6 +68,7 @@ def run(spec: RunSpec, local_rank: int, out: Path, progress: Progress) -> None:
     report = describe(spec, job, optimizer, recorder, log, copy_repeat)
     report.host.numa = bound.describe() if bound is not None else None
     report.link = link
+    report.kernel_copies = copies.copies_in if copies is not None else 0
     report.env = env | {"affinity_after": environment.cpu_list(os.sched_getaffinity(0))}
     report.warnings = [str(warning.message) for warning in caught]
     hand_over(spec, report, local_rank, out)

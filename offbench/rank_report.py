@@ -59,6 +59,8 @@ class RankReport:
     activations: tuple[int, int, int]
     """Bytes of activations moved out and in, and planned each way, over all steps."""
     expert_load: float | None
+    kernel_copies: int = 0
+    """Reduce-scatter copy-ins that went through our kernels instead of FSDP2's."""
     env: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 

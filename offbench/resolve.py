@@ -33,6 +33,7 @@ class Options:
     arm: tuple[str, ...] = ()
     table: str | None = None
     numa: bool = False
+    fsdp_copies: str = "stock"
     model: str | None = None
     layers: int | None = None
     seq_len: int | None = None
@@ -187,6 +188,7 @@ def _arms(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
     chunk = None if options.chunk is None else parse_size("--chunk", options.chunk)
     if chunk is not None and chunk < 4096:
         raise UsageError(f"--chunk {options.chunk}: the smallest chunk is 4KiB")
+    _one_of("--fsdp-copies", options.fsdp_copies, ("stock", "kernel"))
     _one_of("--first-step", options.first_step or "bounded", ("bounded", "whole"))
     if options.table is not None:
         return _table(options, chunk or shape.chunk_bytes)
@@ -196,7 +198,13 @@ def _arms(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
             flag = "--" + key.removesuffix("_bytes").replace("_", "-")
             raise UsageError(f"{flag}: no chosen arm uses it ({', '.join(arm.name for arm, _ in found)})")
     specs = [
-        _build(arm.resolve, numa=numa or options.numa, chunk_bytes=chunk or shape.chunk_bytes, **knobs)
+        _build(
+            arm.resolve,
+            numa=numa or options.numa,
+            fsdp_copies=options.fsdp_copies,
+            chunk_bytes=chunk or shape.chunk_bytes,
+            **knobs,
+        )
         for arm, numa in found
     ]
     if not options.arm:

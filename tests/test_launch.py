@@ -113,6 +113,8 @@ def test_a_rank_that_cannot_build_its_job_becomes_a_record(tmp_path: Path) -> No
 
 SABOTAGE = {
     "updates": "from offbench.offload.adamw import OffloadedAdamW as A; A._adamw = lambda *_: None",
+    "fsdp copies": "import offbench.offload.small_copies as m; m.KernelCopies.__init__ = lambda s: setattr(s, "
+    "'copies_in', 0); m.KernelCopies.restore = lambda s: None",
     "activations": (
         "from offbench.workload.activation_offload import ActivationOffload as A; A._save = lambda self, block, x: x"
     ),
@@ -126,6 +128,7 @@ def test_an_arm_that_does_not_do_its_work_is_invalid(check: str, tmp_path: Path)
         "import os\nif 'OFFBENCH_SPEC' in os.environ and 'LOCAL_RANK' in os.environ:\n    " + SABOTAGE[check]
     )
     options = ("--arm", "overlap", "--activation-offload", "--nproc", "1", "--warmup", "1", "--steps", "1")
+    options += ("--fsdp-copies", "kernel")
     done, (record,) = launch(tmp_path / "s.jsonl", *options, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"})
     assert done.returncode == 1
     assert record["status"] == "invalid"

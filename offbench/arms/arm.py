@@ -29,7 +29,7 @@ class Arm:
     exact: bool = True
     """Bitwise equal to the same AdamW without offload."""
 
-    def resolve(self, numa: bool = False, **options: object) -> ArmSpec:
+    def resolve(self, numa: bool = False, fsdp_copies: str = "stock", **options: object) -> ArmSpec:
         """The arm's spec with the given options over its defaults; options of other arms are left out.
 
         Raises UsageError for a name that is no option of any arm.
@@ -40,4 +40,4 @@ class Arm:
         chosen = {
             key: options.get(key) if options.get(key) is not None else value for key, value in self.defaults.items()
         }
-        return ArmSpec.model_validate({"name": self.name, "numa": numa, **chosen})
+        return ArmSpec.model_validate({"name": self.name, "numa": numa, "fsdp_copies": fsdp_copies, **chosen})

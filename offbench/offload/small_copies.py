@@ -36,9 +36,10 @@ class KernelCopies:
         with warnings.catch_warnings():
             # That a kernel is replaced is the point; torch 2.11 says so once.
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            register: Any = self._library.impl
             for key in _KEYS:
-                self._library.impl("split_with_sizes_copy", self._copy_out, key, allow_override=True)
-                self._library.impl(copy_in, self._copy_in, key, allow_override=True)
+                register("split_with_sizes_copy", self._copy_out, key, allow_override=True)
+                register(copy_in, self._copy_in, key, allow_override=True)
 
     def restore(self) -> None:
         """Give FSDP2 its own operators back."""
