@@ -96,6 +96,7 @@ class Host(Row):
     """What --numa did: `node K`, `not applicable`, `refused: why`, or null when not asked for."""
     estimated_gpu_bytes: int | None = None
     estimated_host_bytes: int | None = None
+    estimated_pinned_bytes: int | None = None
 
 
 class Link(Row):
@@ -123,6 +124,26 @@ class StateAt(Row):
 
     device_bytes: int | None = None
     host_bytes: int | None = None
+
+
+class Broadcast(Row):
+    """The weight broadcasts of a launch (`--broadcast-every`), part of the time of the step they follow.
+
+    Bytes are what all ranks send for one broadcast; times are rank 0's host clock. Deltas are those of the window."""
+
+    broadcasts: int | None = None
+    """In the whole launch."""
+    full_bytes: int | None = None
+    """Of the first one, all weights in bf16."""
+    full_s: float | None = None
+    delta_bytes: float | None = None
+    """Of a later one, mean: positions and values of what changed, or a whole parameter where that is less."""
+    delta_s: float | None = None
+    """Mean seconds of a later one, its drain included."""
+    drain_s: float | None = None
+    """Mean seconds of these in which the optimizer's pending updates and write-backs were waited for."""
+    changed: float | None = None
+    """Mean share of the bf16 elements that differed from the broadcast before."""
 
 
 class Failure(Row):
@@ -187,6 +208,7 @@ class RunRecord(Row):
     host: Host = Host()
     link: Link = Link()
     floor: Floor = Floor()
+    broadcast: Broadcast | None = None
     adamw: str | None = None
     """AdamW implementation that really ran."""
     params_checksum: float | None = None

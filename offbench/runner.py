@@ -143,6 +143,7 @@ def build_record(
         **(measured.get("host") or {}),
         "estimated_gpu_bytes": need.gpu_bytes or None,
         "estimated_host_bytes": need.host_bytes,
+        "estimated_pinned_bytes": need.pinned_bytes,
     }
     measured |= {
         "run_id": item.spec.run_id,
@@ -172,6 +173,9 @@ def closing_line(name: str, record: RunRecord) -> str:
     rss, rss_guess = record.host.rss_bytes, record.host.estimated_host_bytes
     if rss and rss_guess:
         parts.append(f"{gib(rss)} GiB resident a process (estimated {gib(rss_guess)})")
+    locked, locked_guess = record.host.pinned_locked_bytes, record.host.estimated_pinned_bytes
+    if locked and locked_guess:
+        parts.append(f"{gib(locked)} GiB pinned (estimated {gib(locked_guess)})")
     return f"  {name}: {', '.join(parts)}"
 
 

@@ -107,6 +107,16 @@ def test_cgroup_limits_lower_host_memory(
     assert host_memory(root) == (total * GIB, available * GIB)
 
 
+@pytest.mark.parametrize(("flags", "total", "available"), [("fpu hypervisor", 200, 190), ("fpu", 100, 80)])
+def test_a_guest_that_grows_has_what_its_limit_says(flags: str, total: int, available: int, tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/memory.max": f"{200 * GIB}",
+        "sys/fs/cgroup/memory.current": f"{10 * GIB}",
+        "proc/cpuinfo": f"model name\t: Test CPU 9000\nflags\t\t: {flags}\n",
+    }
+    assert host_memory(fake_root(tmp_path, "0::/\n", files)) == (total * GIB, available * GIB)
+
+
 def test_cpu_and_numa(tmp_path: Path) -> None:
     nodes = {f"sys/devices/system/node/node{i}/cpulist": cpus for i, cpus in enumerate(["0-3\n", "4-7\n", "\n"])}
     root = fake_root(tmp_path, "0::/", nodes)
