@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from offbench.errors import OffbenchError
+from offbench.planner.cli import plan
 
 if TYPE_CHECKING:
     from offbench.launcher import Launcher
@@ -127,6 +128,9 @@ def run(
         str | None, typer.Option(help="Slow the GPU's link to this rate, both ways summed, as in 38.8GiB/s.")
     ] = None,
     chunk: Annotated[str | None, typer.Option(help="Largest chunk of state moved at once, as in 1GiB.")] = None,
+    state_budget: Annotated[
+        str | None, typer.Option(help="Optimizer state that stays on the GPU, as in 4GiB: the first layers'.")
+    ] = None,
     slots: Annotated[int | None, typer.Option(help="Chunks held on the GPU at once.")] = None,
     lead: Annotated[int | None, typer.Option(help="overlap: chunks queued by step() itself.")] = None,
     ahead: Annotated[int | None, typer.Option(help="overlap: chunks kept queued in front of the forward.")] = None,
@@ -135,6 +139,12 @@ def run(
     ] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps before the window (5).")] = None,
     steps: Annotated[int | None, typer.Option(help="Measured steps (15).")] = None,
+    broadcast_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Send the bf16 weights to a replica on rank 0 after every so many steps: first all, then deltas."
+        ),
+    ] = None,
     launches: Annotated[int, typer.Option(min=1, help="Times each arm is launched, interleaved.")] = 1,
     results: Annotated[
         Path | None, typer.Option(help="JSONL file to append to; by default results/local/<date>-<host>.jsonl.")
@@ -173,12 +183,14 @@ def run(
         device=device,
         emulate_link=emulate_link,
         chunk=chunk,
+        state_budget=state_budget,
         slots=slots,
         lead=lead,
         ahead=ahead,
         first_step=first_step,
         warmup=warmup,
         steps=steps,
+        broadcast_every=broadcast_every,
     )
     flags = RunFlags(launches=launches, results=results, resume=resume, dry_run=dry_run, timeout_s=timeout)
     raise typer.Exit(run_command(options, flags, make_launcher()))
@@ -237,6 +249,9 @@ def verify(
 
     flags = VerifyFlags(tuple(arm or ()), nproc, quick, device, format, drop_wait)
     raise typer.Exit(verify_command(flags))
+
+
+app.command()(plan)
 
 
 @app.command()

@@ -55,6 +55,8 @@ class Workload(Frozen):
     max_norm: float | None = 1.0
     """Global gradient-norm clip; None: no clipping."""
     seed: int = 0
+    broadcast_every: int | None = Field(default=None, ge=1)
+    """After every so many steps a replica on rank 0 gets the weights in bf16; None: never."""
 
 
 class ArmSpec(Frozen):
@@ -68,6 +70,8 @@ class ArmSpec(Frozen):
     chunk_bytes: int | None = Field(default=None, ge=4096)
     """Largest chunk of state moved at once; a larger parameter is a chunk alone. This and every field below
     is null in arms that do not use it (`Arm.resolve` in `offbench.arms` fills in the arm's defaults)."""
+    state_budget: int | None = Field(default=None, ge=0)
+    """Bytes of state that stay on the GPU: the leading chunks, whole."""
     slots: int | None = Field(default=None, ge=1)
     """Neighbouring chunks that fit into the staging arena at the same time."""
     lead: int | None = Field(default=None, ge=1)
@@ -109,7 +113,10 @@ class RunSpec(Frozen):
 
     def canonical(self) -> str:
         """The spec as JSON with sorted keys and no spaces."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        body = self.model_dump(mode="json")
+        if body["workload"]["broadcast_every"] is None:  # came later: jobs without it keep the run_id they had
+            del body["workload"]["broadcast_every"]
+        return json.dumps(body, sort_keys=True, separators=(",", ":"))
 
     @property
     def run_id(self) -> str:

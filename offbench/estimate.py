@@ -32,7 +32,7 @@ class Estimate:
     gpu_bytes: int
     """Largest sum of live tensors, comparable to peak allocated."""
     host_bytes: int
-    """Resident memory of the process, pinned memory included."""
+    """Resident memory of the process, pinned memory included, rank 0's replica of the weights left out."""
     pinned_bytes: int
 
 
@@ -56,11 +56,21 @@ def estimate(spec: RunSpec) -> Estimate:
         # All state is on the device during a step, when activations are gone.
         device, pinned = max(compute, params + grads + state), state
     else:
-        device, pinned = compute + min(state, schedule.slots * schedule.chunk_bytes), state
+        resident = min(state, schedule.resident_bytes)
+        moving = state - resident
+        device, pinned = compute + resident + min(moving, schedule.slots * schedule.chunk_bytes), moving
+    if w.broadcast_every:  # each rank keeps its shard of the last broadcast in bf16
+        pinned += params // 2
     base = PROCESS_RSS[spec.mode.device]
     if spec.mode.device == "cpu":
         return Estimate(0, device + pinned + parked + base, 0)
     return Estimate(device, pinned + parked + base, pinned + parked)
+
+
+def replica_bytes(spec: RunSpec) -> int:
+    """Host memory of the replica on rank 0: all weights in bf16, where they are broadcast."""
+    w = spec.workload
+    return 2 * presets.find(w.model).params(w.layers) if w.broadcast_every else 0
 
 
 def saved_bytes(spec: RunSpec) -> int:
@@ -99,7 +109,7 @@ def shortfalls(spec: RunSpec, hardware: Hardware) -> list[str]:
                 f"needs about {gib(need.gpu_bytes)} GiB on each GPU, "
                 f"{gib(room)} of {gib(hardware.gpu_bytes)} GiB are usable"
             )
-    host = need.host_bytes * spec.mode.nproc
+    host = need.host_bytes * spec.mode.nproc + replica_bytes(spec)
     if host > hardware.host_available_bytes:
         problems.append(
             f"needs about {gib(host)} GiB of host memory for {count(spec.mode.nproc, 'process')}, "

@@ -26,6 +26,8 @@ def axes(spec: RunSpec, numa: str | None = None) -> str:
         parts.append("whole first step")
     if arm.chunk_bytes is not None and arm.chunk_bytes != (shape.chunk_bytes if shape else None):
         parts.append(f"chunk {show_size(arm.chunk_bytes)}")
+    if arm.state_budget:
+        parts.append(f"state budget {show_size(arm.state_budget)}")
     for key in ("slots", "lead", "ahead"):
         value = getattr(arm, key)
         if value is not None and value != usual.get(key):
@@ -85,6 +87,8 @@ def _workload(w: dict[str, Any], mode: dict[str, Any]) -> str:
         for name in ("adamw", "lr", "betas", "eps", "weight_decay", "max_norm", "seed")
         if _plain(w[name]) != _plain(getattr(usual, name))
     ]
+    if w["broadcast_every"]:
+        flags.append(f"weights broadcast every {w['broadcast_every']} steps")
     return f"{w['model']}, {layers}, {batch}, world {mode['world']}, {', '.join(flags)}"
 
 

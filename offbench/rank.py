@@ -23,6 +23,7 @@ from offbench.offload.hoststore import HostStore
 from offbench.offload.small_copies import KernelCopies, kernel_copies
 from offbench.rank_report import describe, hand_over, meet
 from offbench.record import Link
+from offbench.replica import ReplicaLog
 from offbench.traffic import TrafficLog
 from offbench.workload.parallel import Job, build
 from offbench.workload.rehearsal import init_rehearsal
@@ -56,16 +57,17 @@ def _run(spec: RunSpec, local_rank: int, out: Path, progress: Progress, copies: 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = make_optimizer(spec, job, copy_repeat)
+    replica = ReplicaLog(spec, job, optimizer) if spec.workload.broadcast_every else None
 
     recorder = StepRecorder(device, spec.window.warmup, spec.window.steps)
     log = TrafficLog(optimizer, device)
     meet("before the first step", spec.mode.nproc)
-    train(job, optimizer, recorder, log, progress, env)
+    train(job, optimizer, recorder, log, replica, progress, env)
 
     progress.enter("drain")
     recorder.close(optimizer.drain)
     progress.enter("gather")
-    report = describe(spec, job, optimizer, recorder, log, copy_repeat)
+    report = describe(spec, job, optimizer, recorder, log, replica, copy_repeat)
     report.host.numa = bound.describe() if bound is not None else None
     report.link = link
     report.kernel_copies = copies.copies_in if copies is not None else 0
@@ -148,6 +150,7 @@ def train(
     optimizer: OffloadedAdamW,
     recorder: StepRecorder,
     log: TrafficLog,
+    replica: ReplicaLog | None,
     progress: Progress,
     env: dict[str, Any],
 ) -> None:
@@ -161,7 +164,8 @@ def train(
 
     for step in range(recorder.total):
         phase = "warmup" if step < recorder.warmup else "measure"
-        train_step(job, optimizer, scheduler, recorder, step, under_load if step + 1 == recorder.warmup else None)
+        loaded = under_load if step + 1 == recorder.warmup else None
+        train_step(job, optimizer, scheduler, recorder, replica, step, loaded)
         if step + 1 in (recorder.warmup, recorder.total):
             log.note(step + 1, recorder.boundary)
         if step % COLLECT_EVERY == COLLECT_EVERY - 1:
@@ -182,10 +186,11 @@ def train_step(
     optimizer: OffloadedAdamW,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     recorder: StepRecorder,
+    replica: ReplicaLog | None,
     step: int,
     under_load: Callable[[], None] | None = None,
 ) -> None:
-    """One optimizer step, as trainers write it: forward and backward, clip, step, zero_grad, scheduler.
+    """One optimizer step, as trainers write it: forward and backward, clip, step, zero_grad, scheduler, broadcast.
 
     under_load: called once the backward is queued, while the device is busy with it.
     """
@@ -206,4 +211,6 @@ def train_step(
         optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
+    if replica is not None:
+        replica.after(step)
     recorder.end()

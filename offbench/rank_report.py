@@ -23,7 +23,8 @@ from offbench.floor import Tree, of_launch
 from offbench.measure import RankResult, StepRecorder, Traffic, gather
 from offbench.offload import OffloadedAdamW
 from offbench.offload.layout import local_of
-from offbench.record import Host, Link, Moved, StateAt
+from offbench.record import Broadcast, Host, Link, Moved, StateAt
+from offbench.replica import ReplicaLog
 from offbench.topo import cache as topo_cache
 from offbench.topology.detect import detect
 from offbench.traffic import TrafficLog
@@ -61,17 +62,28 @@ class RankReport:
     expert_load: float | None
     kernel_copies: int = 0
     """Reduce-scatter copy-ins that went through our kernels instead of FSDP2's."""
+    broadcast: Broadcast | None = None
+    stale: list[str] = field(default_factory=list)
+    """Parameters whose replica is not the trainer's; on rank 0."""
     env: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
 
 def describe(
-    spec: RunSpec, job: Job, optimizer: OffloadedAdamW, recorder: StepRecorder, log: TrafficLog, copy_repeat: float
+    spec: RunSpec,
+    job: Job,
+    optimizer: OffloadedAdamW,
+    recorder: StepRecorder,
+    log: TrafficLog,
+    replica: ReplicaLog | None,
+    copy_repeat: float,
 ) -> RankReport:
     """This rank's figures, read after the drain."""
     where = optimizer.where()
     offload = job.activation_offload
-    pinned = optimizer.store.requested_bytes + (offload.host_bytes if offload else 0)
+    kept, kept_locked = replica.pinned_bytes if replica else (0, 0)
+    pinned = optimizer.store.requested_bytes + (offload.host_bytes if offload else 0) + kept
+    locked = optimizer.store.locked_bytes + (offload.locked_bytes if offload else 0) + kept_locked
     on_gpu = job.device.type == "cuda"
     return RankReport(
         rank=job.rank,
@@ -83,7 +95,7 @@ def describe(
         staging_bytes=optimizer.staging_peak,
         host=Host(
             pinned_requested_bytes=pinned if on_gpu else 0,
-            pinned_locked_bytes=optimizer.store.locked_bytes + (offload.locked_bytes if offload else 0),
+            pinned_locked_bytes=locked,
             pin_s=optimizer.store.seconds if on_gpu else None,
             rss_bytes=psutil.Process().memory_info().rss,
         ),
@@ -98,6 +110,8 @@ def describe(
         drained_bytes=recorder.device.allocated(),
         activations=activations(spec, job, recorder.total),
         expert_load=job.expert_load(),
+        broadcast=replica.describe() if replica else None,
+        stale=replica.differences() if replica else [],
     )
 
 
@@ -188,6 +202,7 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "host": host,
         "link": link,
         "floor": of_launch(first.moved, link, shared_links(spec)),
+        "broadcast": first.broadcast,
         "adamw": spec.workload.adamw,
         "params_checksum": sum(r.checksum for r in reports),
         "params": shape.params(spec.workload.layers),

@@ -127,23 +127,19 @@ class StateAt(Row):
 
 
 class Broadcast(Row):
-    """The weight broadcasts of a launch (`--broadcast-every`), part of the time of the step they follow.
-
-    Bytes are what all ranks send for one broadcast; times are rank 0's host clock. Deltas are those of the window."""
+    """Weight broadcasts (`--broadcast-every`). Bytes are what all ranks send for one, times rank 0's host clock. The
+    first one is full: all weights in bf16. The others' figures are means over those in the window."""
 
     broadcasts: int | None = None
-    """In the whole launch."""
     full_bytes: int | None = None
-    """Of the first one, all weights in bf16."""
     full_s: float | None = None
     delta_bytes: float | None = None
-    """Of a later one, mean: positions and values of what changed, or a whole parameter where that is less."""
+    """Positions and values of what changed, or a whole parameter where that is less."""
     delta_s: float | None = None
-    """Mean seconds of a later one, its drain included."""
+    """Drain included; it is part of the time of the step it follows."""
     drain_s: float | None = None
-    """Mean seconds of these in which the optimizer's pending updates and write-backs were waited for."""
     changed: float | None = None
-    """Mean share of the bf16 elements that differed from the broadcast before."""
+    """Share of the bf16 elements that differed from the broadcast before."""
 
 
 class Failure(Row):

@@ -56,12 +56,14 @@ class Options:
     device: str = "auto"
     emulate_link: str | None = None
     chunk: str | None = None
+    state_budget: str | None = None
     slots: int | None = None
     lead: int | None = None
     ahead: int | None = None
     first_step: str | None = None
     warmup: int | None = None
     steps: int | None = None
+    broadcast_every: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def resolve(options: Options, hardware: Hardware) -> Resolved:
         RunSpec(
             workload=workload.model_copy(update={"activation_offload": offload}),
             arm=arm,
-            window=_build(Window, warmup=options.warmup, steps=options.steps),
+            window=_window(options),
             mode=mode,
         )
         for arm, offload in _arms(options, shape)
@@ -171,15 +173,27 @@ def _workload(options: Options, device: str, shape: ModelShape, mode: Mode) -> W
         adamw=options.adamw,
         lr=options.lr,
         seed=options.seed,
+        broadcast_every=options.broadcast_every,
     )
     if options.max_norm is not None:
         workload = workload.model_copy(update={"max_norm": options.max_norm or None})
     return workload
 
 
+def _window(options: Options) -> Window:
+    """By default a little longer where broadcasts need it: whole periods in the warm-up and in the window."""
+    every, default = options.broadcast_every or 1, Window()
+
+    def periods(given: int | None, steps: int) -> int:
+        return -(-steps // every) * every if given is None else given
+
+    return _build(Window, warmup=periods(options.warmup, default.warmup), steps=periods(options.steps, default.steps))
+
+
 def _arms(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
     """(arm, activation offload) of every launch of a round."""
     knobs: dict[str, Any] = {
+        "state_budget": None if options.state_budget is None else parse_size("--state-budget", options.state_budget),
         "slots": options.slots,
         "lead": options.lead,
         "ahead": options.ahead,
@@ -220,6 +234,7 @@ def _table(options: Options, chunk: int) -> list[tuple[ArmSpec, bool]]:
         "--numa": options.numa,
         "--activation-offload": options.activation_offload,
         "--first-step": options.first_step,
+        "--state-budget": options.state_budget,
         "--slots": options.slots,
         "--lead": options.lead,
         "--ahead": options.ahead,

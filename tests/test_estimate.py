@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from offbench import arms
 from offbench.config import GIB, Mode, RunSpec, Workload
 from offbench.estimate import cautions, estimate, fit_layers, shortfalls, with_layers
+from offbench.workload.presets import find
 from tests.hosts import host
 
 
@@ -32,6 +33,15 @@ def test_pinned_state_is_two_moments_of_fp32() -> None:
     inputs = 48 * 16384 * 2048 * 2
     more = estimate(big("overlap", activation_offload=True))
     assert more.pinned_bytes - estimate(big("overlap")).pinned_bytes == inputs
+
+
+def test_a_replica_and_what_was_sent_last_are_host_memory() -> None:
+    plain, sent = estimate(big("overlap")), estimate(big("overlap", broadcast_every=1))
+    params = find("qwen3-30b-a3b").local_params(8, 8)
+    assert sent.pinned_bytes - plain.pinned_bytes == sent.host_bytes - plain.host_bytes == 2 * params
+    room = host(1, host_gib=(sent.host_bytes >> 30) + 4)
+    assert shortfalls(big("overlap"), room) == []
+    assert "of host memory" in shortfalls(big("overlap", broadcast_every=1), room)[0]
 
 
 def test_a_whole_first_step_holds_all_state_on_the_gpu() -> None:

@@ -111,6 +111,17 @@ def test_a_rank_that_cannot_build_its_job_becomes_a_record(tmp_path: Path) -> No
         assert found == []
 
 
+def test_a_state_budget_moves_less(tmp_path: Path) -> None:
+    options = ("--arm", "overlap", "--nproc", "1", "--warmup", "1", "--steps", "2")
+    _, (all_moves,) = launch(tmp_path / "a.jsonl", *options)
+    done, (record,) = launch(tmp_path / "b.jsonl", *options, "--state-budget", "2MiB")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(record["checks"].values()) == {"ok"}
+    saved = all_moves["moved"]["in_bytes_per_step"] - record["moved"]["in_bytes_per_step"]
+    assert 0 < saved <= 2 << 20
+    assert record["params_checksum"] == all_moves["params_checksum"]
+
+
 SABOTAGE = {
     "updates": "from offbench.offload.adamw import OffloadedAdamW as A; A._adamw = lambda *_: None",
     "fsdp copies": "import offbench.offload.small_copies as m; m.KernelCopies.__init__ = lambda s: setattr(s, "
@@ -133,3 +144,48 @@ def test_an_arm_that_does_not_do_its_work_is_invalid(check: str, tmp_path: Path)
     assert done.returncode == 1
     assert record["status"] == "invalid"
     assert record["reason"].startswith(f"{check}: ")
+
+
+BROADCAST = ("--nproc", "2", "--ep", "2", "--warmup", "2", "--steps", "2", "--broadcast-every", "2", "--lr", "1e-4")
+
+
+def test_weight_broadcasts_are_recorded_and_checked(tmp_path: Path) -> None:
+    done, found = launch(tmp_path / "b.jsonl", "--arm", "none", "--arm", "overlap", *BROADCAST)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for record in found:
+        sent = record["broadcast"]
+        assert record["checks"]["replica"] == "ok"
+        assert sent["broadcasts"] == 2
+        assert sent["full_bytes"] == 2 * record["params"]
+        assert 0 < sent["delta_bytes"] <= sent["full_bytes"]
+        assert 0 < sent["changed"] <= 1
+        assert 0 <= sent["drain_s"] < sent["delta_s"] < sum(step["step_s"] for step in record["steps"])
+        assert sent["full_s"] > 0
+    first, second = ({k: r["broadcast"][k] for k in ("delta_bytes", "changed")} for r in found)
+    assert first == second
+
+
+REPLICA_SABOTAGE = {
+    "no drain": (
+        "from contextlib import nullcontext; from offbench.offload.adamw import OffloadedAdamW as A; "
+        "A.settled = lambda _: nullcontext()"
+    ),
+    "no delta": (
+        "from offbench.workload.broadcast import Broadcaster as A; "
+        "A._send_delta = lambda *_: None; A._send_whole = lambda *_: None"
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", REPLICA_SABOTAGE)
+def test_a_stale_replica_is_invalid(fault: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif 'OFFBENCH_SPEC' in os.environ and 'LOCAL_RANK' in os.environ:\n    " + REPLICA_SABOTAGE[fault]
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+    done, (record,) = launch(
+        tmp_path / "s.jsonl", "--arm", "overlap", "--lead", "1", "--ahead", "0", *BROADCAST, env=env
+    )
+    assert done.returncode == 1
+    assert record["status"] == "invalid"
+    assert record["checks"]["replica"].endswith("such)")

@@ -90,9 +90,13 @@ def test_an_interrupt_ends_the_launch(tmp_path: Path) -> None:
 
     pass_time = threading.Event()
     helper = threading.Thread(target=interrupt_once_running, daemon=True)
-    helper.start()
-    end, _ = launch(tmp_path, "hang")
-    helper.join()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        helper.start()
+        end, _ = launch(tmp_path, "hang")
+        helper.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert end.interrupted
     assert members(tmp_path) == []
 

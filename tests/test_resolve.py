@@ -135,6 +135,28 @@ def test_options_reach_the_specs() -> None:
     assert (overlap.window.warmup, overlap.window.steps) == (2, 3)
 
 
+def test_broadcasts_make_the_default_window_a_whole_number_of_periods() -> None:
+    for options, expected in (
+        (Options(broadcast_every=1), (5, 15)),
+        (Options(broadcast_every=2), (6, 16)),
+        (Options(broadcast_every=7, steps=14), (7, 14)),
+    ):
+        spec = resolve(options, host()).specs[0]
+        assert (spec.window.warmup, spec.window.steps) == expected
+    for bad, message in (
+        (Options(broadcast_every=2, steps=15), "--steps 15 is no multiple of --broadcast-every 2: .* use --steps 16"),
+        (Options(broadcast_every=0), "--broadcast-every 0: input should be greater than or equal to 1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            resolve(bad, host())
+
+
+def test_a_job_without_broadcasts_has_the_run_id_it_had_before_there_were_any() -> None:
+    spec = resolve(Options(arm=("none",)), host()).specs[0]
+    assert "broadcast" not in spec.canonical()
+    assert resolve(Options(arm=("none",), broadcast_every=5), host()).specs[0].run_id != spec.run_id
+
+
 def test_the_alias_numa_is_chunked_bound() -> None:
     alias, plain = (resolve(o, host()).specs for o in (Options(arm=("numa",)), Options(arm=("chunked",), numa=True)))
     assert alias == plain

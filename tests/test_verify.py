@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def test_each_condition_occurs_and_names_are_unique(jobs: list[Case]) -> None:
     assert {c.dtype for c in possible} == {"bf16", "fp32"}
     assert {c.clip for c in possible} == {c.resume for c in possible} == {True, False}
     assert {c.accumulation for c in possible} == {1, 4}
+    assert {c.ep for c in possible if c.broadcast} == {1, 2}
     assert {c.implementation for c in possible} == {"fused", "foreach"}
     assert len({c.name for c in jobs}) == len(jobs)
 
@@ -214,6 +216,20 @@ def test_a_planted_fault_is_found_and_named(
     out = capfd.readouterr().out
     assert "clip  pass  FAIL" in out
     assert f"FAIL: {arm}, {Case(world).name}: blocks.0.up.weight: parameter[0, 0] is " in out
+
+
+@pytest.mark.parametrize("broadcast", [Case(2, broadcast=True), Case(2, "moe", 2, broadcast=True)])
+def test_a_broadcast_that_does_not_drain_is_found(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], broadcast: Case
+) -> None:
+    only(monkeypatch, broadcast)
+    monkeypatch.setattr(OffloadedAdamW, "settled", lambda self: nullcontext())
+    assert main([*WORDS, "--nproc", "2", "--arm", "overlap", "--arm", "chunked", "--format", "json"]) == 1
+    cells = json.loads(capfd.readouterr().out)["cells"]
+    assert [(cell["arm"], cell["verdict"]) for cell in cells] == [
+        ("chunked", "pass"), ("chunked", "pass"), ("overlap", "FAIL"), ("overlap", "FAIL"),
+    ]  # fmt: skip
+    assert {cell["difference"]["what"] for cell in cells[2:]} == {"replica"}
 
 
 def test_a_fault_of_one_rank_is_found(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,9 @@ ARM = Arm(
         "chunked",
         offloaded=True,
         chunk_bytes=spec.chunk_bytes or GIB,
+        resident_bytes=spec.state_budget or 0,
         slots=spec.slots or 2,
         first_step=spec.first_step or "bounded",
     ),
-    defaults={"chunk_bytes": GIB, "slots": 2, "first_step": "bounded"},
+    defaults={"chunk_bytes": GIB, "state_budget": 0, "slots": 2, "first_step": "bounded"},
 )

@@ -12,7 +12,12 @@ ARM = Arm(
     when="in step(), one direction at a time",
     memory="all state during step()",
     schedule=lambda spec: Schedule(
-        "main", offloaded=True, chunk_bytes=spec.chunk_bytes or GIB, slots=None, copy_streams=False
+        "main",
+        offloaded=True,
+        chunk_bytes=spec.chunk_bytes or GIB,
+        resident_bytes=spec.state_budget or 0,
+        slots=None,
+        copy_streams=False,
     ),
-    defaults={"chunk_bytes": GIB},
+    defaults={"chunk_bytes": GIB, "state_budget": 0},
 )

@@ -15,11 +15,12 @@ ARM = Arm(
         "overlap",
         offloaded=True,
         chunk_bytes=spec.chunk_bytes or GIB,
+        resident_bytes=spec.state_budget or 0,
         slots=spec.slots or 4,
         deferred=True,
         lead=spec.lead or 8,
         ahead=4 if spec.ahead is None else spec.ahead,
         first_step=spec.first_step or "bounded",
     ),
-    defaults={"chunk_bytes": GIB, "slots": 4, "lead": 8, "ahead": 4, "first_step": "bounded"},
+    defaults={"chunk_bytes": GIB, "state_budget": 0, "slots": 4, "lead": 8, "ahead": 4, "first_step": "bounded"},
 )

@@ -89,12 +89,13 @@ class OffloadedAdamW(torch.optim.AdamW):
         self.store = HostStore([], pin_for=self.device)
         self._model = model
         self._streams = streams or DeviceStreams(self.device)
-        self._resident: list[torch.Tensor] = []
+        self._resident: dict[int, torch.Tensor] = {}
+        """State that stays on the device, by chunk: all of it, or what `schedule.resident_bytes` allows."""
         self._members: list[list[Member]] = []
         self._engine: Engine | None = None
         self._finalizer: weakref.finalize[[Engine, fsdp.ReadGuard], OffloadedAdamW] | None = None
         if schedule.offloaded:
-            self._engine = Engine((), self.store, schedule, self._streams, Copier(copy_repeat), debug)
+            self._engine = Engine((), self.store, schedule, self._streams, Copier(copy_repeat), self._resident, debug)
         self._lay_out(trained)
 
     def _without_state(self, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[nn.Parameter, int]]:
@@ -108,13 +109,15 @@ class OffloadedAdamW(torch.optim.AdamW):
             self.schedule = deferrable(self.schedule, self._model, [p for p, _ in parameters], self._streams)
         sizes = [local_of(p).numel() * local_of(p).element_size() for p, _ in parameters]
         new = plan_chunks(sizes, self.schedule.chunk_bytes, after=self.chunks)
-        stored = [chunk.nbytes for chunk in new]
-        if self.schedule.offloaded:
-            self.store.extend(stored)
-            homes = [self.store.chunk(chunk.index) for chunk in new]
-        else:
-            homes = [torch.zeros(nbytes, dtype=torch.uint8, device=self.device) for nbytes in stored]
-            self._resident += homes
+        for chunk in new:
+            # The leading chunks: they are needed first in the forward, when a moving one could hide behind nothing.
+            fits = (
+                sum(state.numel() for state in self._resident.values()) + chunk.nbytes <= self.schedule.resident_bytes
+            )
+            if chunk.index == len(self._resident) and (fits or not self.schedule.offloaded):
+                self._resident[chunk.index] = torch.zeros(chunk.nbytes, dtype=torch.uint8, device=self.device)
+        self.store.extend([0 if chunk.index in self._resident else chunk.nbytes for chunk in new])
+        homes = [self._resident.get(chunk.index, self.store.chunk(chunk.index)) for chunk in new]
         counters = torch.zeros(len(parameters), device=self.device if self.implementation == "fused" else "cpu")
         moments = [offsets for chunk in new for offsets in chunk.offsets]
         members = [
@@ -238,7 +241,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     @property
     def bytes_per_step(self) -> int:
         """Payload one step moves in each direction when every parameter has a gradient."""
-        return 0 if self._engine is None else sum(chunk.nbytes for chunk in self.chunks)
+        return sum(chunk.nbytes for chunk in self.chunks if chunk.index not in self._resident)
 
     @property
     def staging_peak(self) -> int:

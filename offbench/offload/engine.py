@@ -6,20 +6,22 @@ Note [Who waits for whom]
     in       out                 an earlier chunk of this step held these staging bytes        SLOT_FREE
     in       out                 the previous step may still be writing these host bytes       HOST_CURRENT
     update   in                  the chunk's state must be on the device                       LOADED
+    update   compute             resident state: gradients must be complete and clipped        GRADIENTS_READY
     out      update              only updated state may be written back                        UPDATED
     reader   update              a layer is gathered after its last chunk's update             READ
     compute  out                 the arena returns to compute only when written back           WRITTEN_BACK
 
-A deferred update needs no wait of its own for the gradients: ARENA_READY is recorded after clipping, and LOADED
-follows it. Updates of a synchronous schedule run on the compute stream itself, so READ orders nothing new there.
+A deferred update of staged state needs no wait of its own for the gradients: ARENA_READY is recorded after clipping,
+and LOADED follows it. Resident state is there already, so its update waits for compute. Updates of a synchronous
+schedule run on the compute stream itself, so READ orders nothing new there.
 HOST_CURRENT binds only deferred schedules: the others end each step with WRITTEN_BACK.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,6 +54,8 @@ class _Step:
     """Passed when compute has clipped the gradients and is done with the arena's memory."""
     out: dict[int, Event]
     """Write-back events of this step, by chunk."""
+    gradients_awaited: bool = False
+    """The update stream has waited for `ready`."""
 
 
 class Engine:
@@ -67,9 +71,12 @@ class Engine:
         schedule: Schedule,
         streams: Streams,
         copier: Copier,
+        resident: Mapping[int, torch.Tensor] | None = None,
         debug: bool = False,
     ) -> None:
         self.chunks = chunks
+        self._resident: Mapping[int, torch.Tensor] = {} if resident is None else resident
+        """State that never moves, by chunk: uint8 device tensors."""
         self.schedule = schedule
         self.debug = debug
         """Fill staged state with NaN once it is written back: whoever still reads it is found out."""
@@ -79,8 +86,7 @@ class Engine:
         self._store = store
         self._streams = streams
         self._copier = copier
-        self._staging = plan_staging(chunks, schedule.slots)
-        self._whole = plan_staging(chunks, None)
+        self._plan()
         self._whole_first = schedule.first_step == "whole"
         self._step: _Step | None = None
         self._updated: dict[int, Event] = {}
@@ -90,8 +96,12 @@ class Engine:
         """Take over a longer list of chunks (the store has them already) and, maybe, another schedule."""
         self.drain()
         self.chunks, self.schedule = chunks, schedule
-        self._staging = plan_staging(chunks, schedule.slots)
-        self._whole = plan_staging(chunks, None)
+        self._plan()
+
+    def _plan(self) -> None:
+        self._moving = [replace(c, nbytes=0) if c.index in self._resident else c for c in self.chunks]
+        self._staging = plan_staging(self._moving, self.schedule.slots)
+        self._whole = plan_staging(self._moving, None)
 
     @property
     def staging_bytes(self) -> int:
@@ -141,13 +151,14 @@ class Engine:
         compute = self._streams.compute()
         arena = self._allocate(self._whole)
         begin = compute.record()
-        staged = [_slice(arena, self._whole, work.chunk) for work in works]
-        for work, state in zip(works, staged, strict=True):
-            self._copy(compute, "in", state, self._store.chunk(work.chunk.index))
-        for work, state in zip(works, staged, strict=True):
-            self._update(compute, work, state)
-        for work, state in zip(works, staged, strict=True):
-            self._move_out(compute, work.chunk, state)
+        moving = [work for work in works if work.chunk.index not in self._resident]
+        staged = {work.chunk.index: _slice(arena, self._whole, work.chunk) for work in moving}
+        for index, state in staged.items():
+            self._copy(compute, "in", state, self._store.chunk(index))
+        for work in works:
+            self._update(compute, work, ({**staged, **self._resident})[work.chunk.index])
+        for work in moving:
+            self._move_out(compute, work.chunk, staged[work.chunk.index])
         end = compute.record()
         self.ledger.held(self._whole.nbytes, begin, end)
         self._streams.release([arena], used_by=())
@@ -156,7 +167,8 @@ class Engine:
     def _begin(self, works: Sequence[Work]) -> None:
         arena = self._allocate(self._staging)
         ready = self._streams.compute().record()
-        self._streams.side("in").wait(ready, Why.ARENA_READY)
+        if self._staging.nbytes:
+            self._streams.side("in").wait(ready, Why.ARENA_READY)
         self._step = _Step(deque(works), arena, ready, {})
 
     def _queue(self, count: int) -> None:
@@ -168,12 +180,13 @@ class Engine:
             self._queue_chunk(step, step.waiting.popleft())
         if step.waiting:
             return
-        end = self._written_back[max(step.out)]
+        end = self._written_back[max(step.out)] if step.out else step.ready
         self.ledger.held(self._staging.nbytes, step.ready, end)
         if self.schedule.deferred:
             self._streams.release([step.arena], used_by=[self._streams.side("out")])
         else:
-            self._streams.compute().wait(end, Why.WRITTEN_BACK)
+            if step.out:
+                self._streams.compute().wait(end, Why.WRITTEN_BACK)
             self._streams.release([step.arena], used_by=())
         self._step = None
 
@@ -181,9 +194,15 @@ class Engine:
         index, deferred = work.chunk.index, self.schedule.deferred
         moves_in, moves_out = self._streams.side("in"), self._streams.side("out")
         updates = self._streams.side("update") if deferred else self._streams.compute()
+        if index in self._resident:
+            if deferred and not step.gradients_awaited:
+                updates.wait(step.ready, Why.GRADIENTS_READY)
+                step.gradients_awaited = True
+            self._finish_update(updates, work, self._resident[index])
+            return
         staged = _slice(step.arena, self._staging, work.chunk)
 
-        displaced = [j for j in self._staging.displaced(self.chunks, index) if j in step.out]
+        displaced = [j for j in self._staging.displaced(self._moving, index) if j in step.out]
         if displaced:
             moves_in.wait(step.out[displaced[-1]], Why.SLOT_FREE)
         if deferred and index in self._written_back:
@@ -191,13 +210,16 @@ class Engine:
         loaded = self._copy(moves_in, "in", staged, self._store.chunk(index))
 
         updates.wait(loaded, Why.LOADED)
-        self._updated[index] = self._update(updates, work, staged)
-        if deferred:
-            # The gradients return to the allocator when the update has run, not when step() returns.
-            self._streams.release(work.gradients, used_by=[updates])
+        self._finish_update(updates, work, staged)
 
         moves_out.wait(self._updated[index], Why.UPDATED)
         step.out[index] = self._written_back[index] = self._move_out(moves_out, work.chunk, staged)
+
+    def _finish_update(self, updates: Stream, work: Work, state: torch.Tensor) -> None:
+        self._updated[work.chunk.index] = self._update(updates, work, state)
+        if self.schedule.deferred:
+            # The gradients return to the allocator when the update has run, not when step() returns.
+            self._streams.release(work.gradients, used_by=[updates])
 
     def _allocate(self, staging: Staging) -> torch.Tensor:
         self.staging_peak = max(self.staging_peak, staging.nbytes)

@@ -66,6 +66,8 @@ class HostStore:
         return self._chunks[index]
 
     def _slab(self, nbytes: int) -> torch.Tensor:
+        if not nbytes:  # all of these chunks' state stays on the device
+            return torch.empty(0, dtype=torch.uint8)
         rounded = -(-nbytes // PAGE) * PAGE
         memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -122,6 +124,6 @@ def _slabs(sizes: Sequence[int]) -> list[tuple[int, int]]:
             ranges.append((first, index))
             first, total = index, 0
         total += size
-    if total:
+    if sizes:
         ranges.append((first, len(sizes)))
     return ranges

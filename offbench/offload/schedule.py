@@ -23,6 +23,8 @@ class Schedule:
     """False: state stays on the device and nothing moves."""
     chunk_bytes: int = 1 << 30
     """Cap of one chunk's state; a larger parameter is a chunk alone."""
+    resident_bytes: int = 0
+    """State that stays on the device: the leading chunks, first in the forward, as far as they fit whole."""
     slots: int | None = 2
     """Neighbouring chunks that fit into the staging arena at once; None: all of them."""
     copy_streams: bool = True
@@ -44,7 +46,3 @@ class Schedule:
             raise ScheduleError(f"{self.name}: copy streams need a number of slots")
         if self.deferred and self.lead < 1:
             raise ScheduleError(f"{self.name}: step() must queue at least one chunk")
-
-    def whole_first_step(self) -> Schedule:
-        """The schedule of a first step that holds all state on the device at once."""
-        return Schedule(self.name, offloaded=True, chunk_bytes=self.chunk_bytes, slots=None, copy_streams=False)

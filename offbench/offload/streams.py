@@ -26,6 +26,7 @@ class Why(StrEnum):
     ARENA_READY = "move-in waits until compute has clipped the gradients and no longer uses the staging memory"
     SLOT_FREE = "move-in waits until the chunk that held these staging bytes is written back"
     HOST_CURRENT = "move-in waits until the previous step's write-back of the same host bytes has ended"
+    GRADIENTS_READY = "deferred update of resident state waits until compute has clipped the gradients"
     LOADED = "update waits until its chunk is on the device"
     UPDATED = "write-back waits until its chunk is updated"
     READ = "a reader of parameters waits until the last chunk that holds them is updated"

@@ -19,6 +19,8 @@ from offbench.units import count
 STEPS = 6
 RESUME_AT = 3
 """Steps before a resumed case saves, rebuilds and loads."""
+BROADCAST_EVERY = 2
+"""Steps between weight broadcasts: the updates of the steps in between run in the forward."""
 CHUNK_BYTES = {"mlp": 128 << 10, "moe": 512 << 10}
 """State of two matrices on one rank, so that a step has five chunks or more. On more ranks less, as shards are."""
 WORLDS = (1, 2, 4)
@@ -40,6 +42,8 @@ class Case:
     resume: bool = False
     """Save model and optimizer after RESUME_AT steps, while updates are pending, rebuild both, load, go on."""
     implementation: Literal["fused", "foreach"] = "fused"
+    broadcast: bool = False
+    """Right after every BROADCAST_EVERY-th step() a replica gets the weights, as deltas after the first time."""
 
     @property
     def name(self) -> str:
@@ -55,6 +59,8 @@ class Case:
             parts.append(f"{self.accumulation} backwards")
         if self.resume:
             parts.append("resume")
+        if self.broadcast:
+            parts.append("broadcast")
         if self.implementation != "fused":
             parts.append(self.implementation)
         return ", ".join(parts)
@@ -131,7 +137,8 @@ def cases(world: int, quick: bool) -> list[Case]:
             (False, True), ("bf16", "fp32"), (True, False), (1, 4)
         ):
             found.append(Case(world, model, ep, dtype, clip, accumulation, resume))  # type: ignore[arg-type]
-    return [*found, Case(world, "moe"), Case(world, implementation="foreach")]
+    found += [Case(world, "moe"), Case(world, implementation="foreach"), Case(world, broadcast=True)]
+    return [*found, *(Case(world, "moe", 2, resume=r, broadcast=True) for r in (False, True) if world % 2 == 0)]
 
 
 _EP: dict[str, object] = {"model": "moe", "ep": 2}
@@ -144,6 +151,8 @@ _QUICK: dict[int, list[dict[str, object]]] = {
         {"implementation": "foreach"},
         _EP | {"dtype": "fp32"},
         _EP | {"resume": True},
+        {"broadcast": True},
+        _EP | {"broadcast": True},
     ],
     4: [{"resume": True}, _EP],
 }

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.streams import DeviceStreams, Streams, Why
-from offbench.verify.cases import RESUME_AT, STEPS, Case, Pace, Variant
+from offbench.verify.cases import BROADCAST_EVERY, RESUME_AT, STEPS, Case, Pace, Variant
 from offbench.verify.trainees import Trainee, build, forget
+from offbench.workload.broadcast import Broadcaster
 
 LR = 1e-2
 OPTIONS: Mapping[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -25,7 +28,8 @@ TOO_LATE = 1e3
 """Learning rate set right after each step(): an update that still reads it is far off."""
 
 Snapshot = dict[str, dict[str, torch.Tensor]]
-"""Local `parameter`, `exp_avg`, `exp_avg_sq` and `step` by parameter name, on the CPU, in the model's order."""
+"""Local `parameter`, `exp_avg`, `exp_avg_sq` and `step` by parameter name, on the CPU, in the model's order; where a
+replica is kept, on rank 0 also `replica`, whole."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,9 @@ class Difference:
     parameter: str
     """Its fully qualified name."""
     what: str
-    """parameter, exp_avg, exp_avg_sq, step, or `order`: values agree, but no wait orders two accesses."""
+    """parameter, exp_avg, exp_avg_sq, step, replica, or `order`: values agree, but no wait orders two accesses."""
     index: tuple[int, ...] = ()
-    """In the rank's local shard."""
+    """In the rank's local shard; of a replica in the whole tensor."""
     expected: float | None = None
     found: float | None = None
     rank: int = 0
@@ -64,13 +68,13 @@ class Trial:
         """A wait the adversary leaves out: a planted fault."""
 
     def reference(self, resume: bool = False) -> Snapshot:
-        """torch.optim.AdamW, uninterrupted unless asked otherwise."""
+        """torch.optim.AdamW, uninterrupted unless asked otherwise; its replica gets all weights each time."""
 
         def make(model: nn.Module, options: Mapping[str, Any]) -> torch.optim.Optimizer:
             fused = self.case.implementation == "fused"
             return torch.optim.AdamW(model.parameters(), **options, fused=fused, foreach=not fused)
 
-        return self._run(make, resume)
+        return self._run(make, resume, sparse=False)
 
     def differs(self, expected: Snapshot, variant: Variant, pace: Pace) -> Difference | None:
         """Run the variant; the first difference to the reference, None when every bit agrees."""
@@ -88,7 +92,7 @@ class Trial:
                 copy_repeat=pace.copy_repeat,
             )
 
-        found = first_difference(expected, self._run(make, self.case.resume))
+        found = first_difference(expected, self._run(make, self.case.resume, sparse=True))
         if found is None:
             orders = (s.order.violations for s in used if isinstance(s, AdversarialStreams))
             found = next((Difference("", "order", note=lines[0]) for lines in orders if lines), None)
@@ -99,16 +103,29 @@ class Trial:
             return DeviceStreams(self.device)
         return AdversarialStreams(dict(pace.streams), pace.seed, self.drop)  # type: ignore[arg-type]
 
-    def _run(self, make: Any, resume: bool) -> Snapshot:
+    def _run(self, make: Any, resume: bool, sparse: bool) -> Snapshot:
         trainee = build(self.case, self.rank, self.device)
         optimizer = make(trainee.model, OPTIONS)
-        train(trainee, optimizer, range(RESUME_AT))
+        broadcaster = self._broadcaster(trainee, optimizer, sparse)
+        train(trainee, optimizer, range(RESUME_AT), broadcaster)
         if resume:
             trainee, optimizer = self._rebuilt(trainee, optimizer, make)
-        train(trainee, optimizer, range(RESUME_AT, STEPS))
+            broadcaster = self._broadcaster(trainee, optimizer, sparse)
+        train(trainee, optimizer, range(RESUME_AT, STEPS), broadcaster)
+        replica = broadcaster.replica if broadcaster is not None else {}
         found = snapshot(trainee.model, optimizer)
+        for name, weights in replica.items():
+            found[name]["replica"] = weights.float()
         _end(optimizer)
         return found
+
+    def _broadcaster(self, trainee: Trainee, optimizer: torch.optim.Optimizer, sparse: bool) -> Broadcaster | None:
+        if not self.case.broadcast:
+            return None
+        group = dist.group.WORLD
+        assert group is not None
+        settled = optimizer.settled if isinstance(optimizer, OffloadedAdamW) else nullcontext
+        return Broadcaster(trainee.model, group, settled, self.case.ep, sparse)
 
     def _rebuilt(self, trainee: Trainee, optimizer: torch.optim.Optimizer, make: Any) -> tuple[Trainee, Any]:
         """A new model and optimizer that know of the old ones only what a checkpoint holds."""
@@ -122,7 +139,9 @@ class Trial:
         return again, successor
 
 
-def train(trainee: Trainee, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(
+    trainee: Trainee, optimizer: torch.optim.Optimizer, steps: range, broadcaster: Broadcaster | None = None
+) -> None:
     """Those steps, as trainers write them; the learning rate is another one than in the step before."""
     for step in steps:
         for group in optimizer.param_groups:
@@ -133,6 +152,8 @@ def train(trainee: Trainee, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad()
         for group in optimizer.param_groups:
             group["lr"] = TOO_LATE
+        if broadcaster is not None and (step + 1) % BROADCAST_EVERY == 0:
+            broadcaster.broadcast()
 
 
 def _end(optimizer: torch.optim.Optimizer) -> None:

@@ -21,3 +21,10 @@ def check(spec: RunSpec, shape: ModelShape) -> None:
         raise UsageError("--no-count-readback: only balanced routing makes the counts known; add --balanced-routing")
     if w.activation_offload and w.ac != "full":
         raise UsageError("--activation-offload keeps block inputs: it needs --ac full")
+    for flag, steps in (("--warmup", spec.window.warmup), ("--steps", spec.window.steps)):
+        if w.broadcast_every and steps % w.broadcast_every:
+            raise UsageError(
+                f"{flag} {steps} is no multiple of --broadcast-every {w.broadcast_every}: the whole broadcast belongs "
+                f"into the warm-up, and the last step must end with one; "
+                f"use {flag} {-(-steps // w.broadcast_every) * w.broadcast_every}"
+            )

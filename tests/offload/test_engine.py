@@ -28,6 +28,25 @@ SCHEDULES = {
     "overlap, all slots": Schedule(
         "overlap", offloaded=True, chunk_bytes=trainer.CAP, slots=99, deferred=True, lead=3, ahead=1
     ),
+    "overlap, two resident": Schedule(
+        "overlap",
+        offloaded=True,
+        chunk_bytes=trainer.CAP,
+        resident_bytes=5000,
+        slots=2,
+        deferred=True,
+        lead=2,
+        ahead=1,
+    ),
+    "overlap, all resident": Schedule(
+        "overlap", offloaded=True, chunk_bytes=trainer.CAP, resident_bytes=1 << 20, slots=2, deferred=True, lead=2
+    ),
+    "chunked, two resident": Schedule(
+        "chunked", offloaded=True, chunk_bytes=trainer.CAP, resident_bytes=5000, slots=2
+    ),
+    "main, two resident": Schedule(
+        "main", offloaded=True, chunk_bytes=trainer.CAP, resident_bytes=5000, slots=None, copy_streams=False
+    ),
     "overlap, whole first step": Schedule(
         "overlap", offloaded=True, chunk_bytes=trainer.CAP, slots=3, deferred=True, lead=99, first_step="whole"
     ),
@@ -37,6 +56,7 @@ WAITS = {
     "chunked": {Why.ARENA_READY, Why.SLOT_FREE, Why.LOADED, Why.UPDATED, Why.WRITTEN_BACK, Why.READ},
     "overlap": {Why.ARENA_READY, Why.SLOT_FREE, Why.HOST_CURRENT, Why.LOADED, Why.UPDATED, Why.READ},
     "overlap, all slots": {Why.ARENA_READY, Why.HOST_CURRENT, Why.LOADED, Why.UPDATED, Why.READ},
+    "overlap, all resident": {Why.GRADIENTS_READY, Why.READ},
 }
 # Where updates run on the compute stream a reader has nothing to wait for, and where few chunks fit, waiting for a
 # slot implies that the previous step's write-back is over.

@@ -82,8 +82,12 @@ def run(schedule: Schedule, streams: Streams, tamper: Callable[[Engine], None] |
     """STEPS steps under `schedule`: forward and backward, clipping and reads are operations of the compute stream."""
     parameters = _initial()
     chunks = plan_chunks([p.numel() * 4 for p in parameters], schedule.chunk_bytes)
-    store = HostStore([chunk.nbytes for chunk in chunks])
-    engine = Engine(chunks, store, schedule, streams, Copier())
+    resident: dict[int, torch.Tensor] = {}
+    for chunk in chunks:
+        if sum(state.numel() for state in resident.values()) + chunk.nbytes <= schedule.resident_bytes:
+            resident[chunk.index] = torch.zeros(chunk.nbytes, dtype=torch.uint8)
+    store = HostStore([0 if chunk.index in resident else chunk.nbytes for chunk in chunks])
+    engine = Engine(chunks, store, schedule, streams, Copier(), resident)
     if tamper is not None:
         tamper(engine)
     counters = [torch.tensor(0.0) for _ in parameters]
@@ -129,7 +133,7 @@ def run(schedule: Schedule, streams: Streams, tamper: Callable[[Engine], None] |
 
     where = {i: (c.index, o) for c in chunks for i, o in zip(c.members, c.offsets, strict=True)}
     moments = [
-        _state_of(store.chunk(where[i][0]), where[i][1][which], parameters[i])
+        _state_of(resident.get(where[i][0], store.chunk(where[i][0])), where[i][1][which], parameters[i])
         for which in (0, 1)
         for i in range(len(parameters))
     ]

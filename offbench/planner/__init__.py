@@ -1,0 +1,11 @@
+"""Predict: the engine's own schedules, simulated on a described link before anything is built or run.
+
+    sources -> inputs -> simulate -> choose -> text
+
+No torch anywhere in here.
+"""
+
+from offbench.planner.inputs import Compute, Layout, Links
+from offbench.planner.simulate import Simulated, Waits, simulate
+
+__all__ = ["Compute", "Layout", "Links", "Simulated", "Waits", "simulate"]

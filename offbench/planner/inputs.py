@@ -1,0 +1,132 @@
+"""What a simulated step is made of: link rates of one rank, compute times, and the chunks each layer reads.
+
+Pure data and arithmetic, no torch. Rates are bytes/s, sizes bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from offbench.errors import UsageError
+from offbench.offload.chunks import Chunk, plan_chunks
+from offbench.workload.presets import ModelShape
+
+FP32 = 4
+"""Bytes of one parameter, and of each of its two moments."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Rates of one rank while every rank copies alike: each way alone, and both ways at once, summed."""
+
+    into: float
+    out: float
+    both: float
+
+    def __post_init__(self) -> None:
+        if not 0 < min(self.into, self.out) <= max(self.into, self.out) <= self.both < math.inf:
+            raise UsageError(
+                f"rates {self.into:.4g} in, {self.out:.4g} out, {self.both:.4g} both ways: each must be positive and "
+                "one way no faster than both ways together"
+            )
+
+    @staticmethod
+    def of(into: float, out: float, both: float | None = None) -> Links:
+        """Rates from figures that may disagree: no way is faster than both ways; None: full duplex."""
+        total = into + out if both is None else both
+        return Links(min(into, total), min(out, total), total)
+
+    def now(self, moving_in: bool, moving_out: bool) -> tuple[float, float]:
+        """Rates in and out at this moment. Beside each other both slow down alike until they add up to `both`."""
+        if moving_in and moving_out:
+            share = min(1.0, self.both / (self.into + self.out))
+            return self.into * share, self.out * share
+        return self.into * moving_in, self.out * moving_out
+
+    def floor_s(self, nbytes: float) -> float:
+        """Least seconds for so many bytes in and as many out (`offbench.floor`, for one rank's share)."""
+        return max(nbytes / self.into, nbytes / self.out, 2 * nbytes / self.both)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of one step's work on the GPU when no copy is in the way."""
+
+    forward: float
+    backward: float
+    """Of all passes but the first forward, when gradients are accumulated."""
+    update: float
+    """AdamW over all parameters of the rank."""
+    clip: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.forward, self.backward, self.update, self.clip) < 0 or not 0 < self.total < math.inf:
+            parts = f"forward {self.forward:g}, backward {self.backward:g}, update {self.update:g}"
+            raise UsageError(f"compute times {parts}: give seconds, none negative, and not all zero")
+
+    @property
+    def total(self) -> float:
+        """The step of `none`."""
+        return self.forward + self.backward + self.clip + self.update
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One rank's chunks, and the units of the forward that read them."""
+
+    chunks: tuple[Chunk, ...]
+    last_chunk: tuple[int, ...]
+    """Per unit, in forward order: the last chunk that holds parameters of it."""
+    shares: tuple[float, ...]
+    """Per unit: its part of the forward's time; they add up to 1."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move each way in a step."""
+        return sum(chunk.nbytes for chunk in self.chunks)
+
+
+def of_model(shape: ModelShape, world: int, ep: int, layers: int, cap: int) -> Layout:
+    """The layout of a preset: embedding, blocks, then norm and head. Every block takes the same time; the other
+    units take none of their own."""
+    embedding, *rest = shape.other_tensors()
+    units = [[embedding], *(list(shape.layer_tensors()) for _ in range(layers)), rest]
+    sizes = [[FP32 * local_numel(*tensor, world, ep) for tensor in unit] for unit in units]
+    return _layout(sizes, (0.0, *(1 / layers for _ in range(layers)), 0.0), cap)
+
+
+def local_numel(name: str, shape: tuple[int, ...], world: int, ep: int) -> int:
+    """Values rank 0 holds of a tensor: dim 0 over all ranks, or experts over `ep` and then over the rest."""
+    rows, ways = (shape[0] // ep, world // ep) if name.startswith("experts.") else (shape[0], world)
+    return -(-rows // ways) * math.prod(shape[1:])
+
+
+def uniform(nbytes: int, layers: int, cap: int) -> Layout:
+    """So many bytes of state in equal layers, each cut into parameters that fit a chunk's cap."""
+    per_layer = nbytes / layers / 2
+    pieces = max(1, math.ceil(2 * per_layer / cap))
+    moment = max(1, round(per_layer / pieces))
+    return _layout([[moment] * pieces for _ in range(layers)], (1 / layers,) * layers, cap)
+
+
+def equal_chunks(nbytes: float, count: int) -> Layout:
+    """The layout of a closed-form model: equal chunks, each read by its own equal slice of the forward."""
+    size = round(nbytes / count)
+    chunks = tuple(Chunk(index, (index,), ((0, size // 2),), size) for index in range(count))
+    return Layout(chunks, tuple(range(count)), (1 / count,) * count)
+
+
+def _layout(units: list[list[int]], shares: tuple[float, ...], cap: int) -> Layout:
+    """units: bytes of one moment of each parameter, by unit, in the optimizer's order."""
+    chunks = plan_chunks([nbytes for unit in units for nbytes in unit], cap)
+    home = {position: chunk.index for chunk in chunks for position in chunk.members}
+    return Layout(chunks, tuple(max(home[p] for p in positions) for positions in _positions(units)), shares)
+
+
+def _positions(units: list[list[int]]) -> Iterator[range]:
+    start = 0
+    for unit in units:
+        yield range(start, start + len(unit))
+        start += len(unit)

@@ -1,0 +1,115 @@
+"""Where the numbers of a plan come from: a machine's description, a measured record, published times, or FLOPs.
+
+Each function returns the numbers and one line that says where they come from. No torch here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from offbench.errors import UsageError
+from offbench.floor import Capacity, Flow, loads
+from offbench.machine_floor import capacities, path
+from offbench.planner.inputs import Compute, Links
+from offbench.record import RunRecord
+from offbench.topology.model import Machine, Rate
+from offbench.units import GIB
+from offbench.workload.presets import ModelShape
+
+SEED_MACHINE = "seed-8xh200"
+SEED_JOB = ("qwen3-30b-a3b", 8, 48, 16384)
+"""Model, ranks, layers and tokens per sample of prime-rl#4427."""
+SEED_COMPUTE = Compute(forward=0.64, backward=1.54, update=0.075)
+"""Published there; they add up to the step of its row without offload."""
+SEED_LINKS = Links(26.0 * GIB, 26.0 * GIB, 38.8 * GIB)
+"""Published there, per GPU while all eight copy from local memory."""
+SUSTAINED_FLOPS = 400e12
+"""Model FLOP/s a GPU is taken to sustain when nothing else says: 0.40 of an H200's 989e12 (dense bf16, datasheet)."""
+UPDATE_BYTES_PER_S = 28 / 4.8e12
+"""Seconds per parameter of fused fp32 AdamW: 28 bytes read and written, at an H200's 4.8e12 B/s (datasheet)."""
+
+
+def links_of_machine(machine: Machine, ranks: int) -> tuple[Links, str]:
+    """Rates of the rank that gets least, while so many ranks, one per GPU in the machine's order, copy alike.
+
+    Raises UsageError when the machine lacks GPUs or says nothing about some direction.
+    """
+    if not 1 <= ranks <= len(machine.gpus):
+        raise UsageError(f"{ranks} ranks do not fit: this machine has {len(machine.gpus)} GPUs")
+    known = {capacity.link: capacity for capacity in capacities(machine)}
+    crossed = loads(Flow(gpu.index, 1.0, 1.0, path(machine, gpu)) for gpu in machine.gpus[:ranks])
+    sharers = {link: round(load[0]) for link, load in crossed.items()}
+    present = [(known[link], count) for link, count in sharers.items() if link in known]
+    both = _least((c.link, c.both, n) for c, n in present)
+    into = _least((c.link, c.down, n) for c, n in present) or both
+    out = _least((c.link, c.up, n) for c, n in present) or both
+    if into is None or out is None:
+        raise UsageError(
+            "no copy rate is known for this machine; measure it (offbench topo --measure), describe it with --from, "
+            "or give --one-way and --both-ways"
+        )
+    parts = [f"one way {_shared(*into)}", f"both ways {_shared(*both) if both else 'the sum of the two'}"]
+    unknown = [link for link in sharers if link not in known or _empty(known[link])]
+    if unknown:
+        parts.append(f"not counted, capacity unknown: {', '.join(unknown)}")
+    return Links.of(into[0], out[0], both[0] if both else None), "; ".join(parts)
+
+
+def _least(found: Iterable[tuple[str, Rate | None, int]]) -> tuple[float, str, int, Rate] | None:
+    """The lowest share: (bytes/s, link, ranks on it, its capacity). Links that did not bind when measured are out."""
+    shares = [(rate.bytes_s / n, link, n, rate) for link, rate, n in found if rate is not None and not rate.at_least]
+    return min(shares, key=lambda share: share[0], default=None)
+
+
+def _empty(capacity: Capacity) -> bool:
+    return capacity.down is None and capacity.up is None and capacity.both is None
+
+
+def _shared(share: float, link: str, ranks: int, rate: Rate) -> str:
+    origin = rate.source if rate.source.startswith(rate.kind) else f"{rate.kind}, {rate.source}"
+    return f"{link} {rate.bytes_s / GIB:.1f} / {ranks} ({origin})"
+
+
+def baseline(records: Sequence[RunRecord], like: RunRecord | None = None) -> list[RunRecord]:
+    """The `none` rows whose times the other rows of a file, or those like `like`, are simulated from."""
+    rows = [r for r in records if r.status == "ok" and r.source == "measured" and r.spec.arm.name == "none"]
+    rows = [r for r in rows if r.job is None and r.phases_s.forward is not None and r.phases_s.backward is not None]
+    same = like or (rows[0] if rows else None)
+    return [r for r in rows if same and (r.spec.workload, r.spec.mode) == (same.spec.workload, same.spec.mode)]
+
+
+def compute_of_records(rows: Sequence[RunRecord]) -> Compute:
+    """Median phases of `none` rows of one workload."""
+
+    def median(phase: str) -> float:
+        return statistics.median(getattr(row.phases_s, phase) or 0.0 for row in rows)
+
+    return Compute(median("forward"), median("backward"), median("step"), median("clip"))
+
+
+def links_of_records(rows: Sequence[RunRecord]) -> Links | None:
+    """Median of the rates probed in these launches; None where none was measured."""
+    found = [(row.link.in_bytes_per_s, row.link.out_bytes_per_s, row.link.both_bytes_per_s) for row in rows]
+    full = [(i, o, b) for i, o, b in found if i is not None and o is not None and b is not None]
+    if not full:
+        return None
+    return Links.of(*(statistics.median(rates) for rates in zip(*full, strict=True)))
+
+
+def compute_of_flops(
+    shape: ModelShape, layers: int, seq_len: int, local_params: int, flops: float
+) -> tuple[Compute, str]:
+    """Times from model FLOPs at a sustained rate, with full activation checkpointing: forward 1 part, backward 3
+    (two for the gradients, one for computing the forward again)."""
+    seconds = shape.flops_per_token(seq_len, layers) * seq_len / flops
+    text = (
+        f"assumed: model FLOPs of {seq_len:,} tokens at {flops / 1e12:g} TFLOP/s a GPU (--tflops), a quarter of it "
+        "forward (full checkpointing)"
+    )
+    return Compute(seconds / 4, 3 * seconds / 4, update_s(local_params)), text
+
+
+def update_s(local_params: float) -> float:
+    """Seconds of a fused AdamW step over so many parameters."""
+    return local_params * UPDATE_BYTES_PER_S
