@@ -75,16 +75,18 @@ def plan_staging(chunks: Sequence[Chunk], slots: int | None) -> Staging:
     Slots of the largest chunk's size would waste the difference to the mean (873 against 607 MiB in Qwen3-30B-A3B).
     """
     sizes = [chunk.nbytes for chunk in chunks]
+    side_by_side = Staging(sum(sizes), tuple(sum(sizes[:i]) for i in range(len(sizes))))
     if slots is None or slots >= len(chunks):
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return Staging(sum(sizes), tuple(starts))
+        return side_by_side
     least = max(sum(sizes[i : i + slots]) for i in range(len(sizes)))
     most = slots * max(sizes)
     step = max(ALIGNMENT, (most - least) // 64 // ALIGNMENT * ALIGNMENT)
     for nbytes in range(least, most, step):
         ring = _ring(sizes, nbytes)
         if all(len(ring.displaced(chunks, i)) <= max(0, i - slots + 1) for i in range(len(sizes))):
-            return ring
+            return ring if nbytes < side_by_side.nbytes else side_by_side
+    if most >= side_by_side.nbytes:
+        return side_by_side
     return Staging(most, tuple(i % slots * max(sizes) for i in range(len(sizes))))
 
 

@@ -120,10 +120,15 @@ class Engine:
             return
         self._begin(works)
         if self.schedule.deferred:
-            self._queue(self.schedule.lead)
+            self._queue(self._lead(works))
         else:
             self._queue(len(works))
             self._streams.compute().record().synchronize()
+
+    def _lead(self, works: Sequence[Work]) -> int:
+        """How many works step() queues: up to and with the `lead`-th that moves."""
+        moving = [position for position, work in enumerate(works) if work.chunk.index not in self._resident]
+        return moving[self.schedule.lead - 1] + 1 if len(moving) >= self.schedule.lead else len(works)
 
     def before_read(self, chunks: Sequence[int]) -> list[Event]:
         """Called when the parameters of these chunks are about to be read: queue their updates and `ahead` more.

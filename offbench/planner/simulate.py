@@ -95,7 +95,8 @@ class _Run:
     def __init__(self, schedule: Schedule, layout: Layout, compute: Compute, links: Links, hidden: bool) -> None:
         self.schedule, self.layout, self.compute, self.links = schedule, layout, compute, links
         # Resident chunks lead the queues, so bytes that take no time there change nobody's order.
-        kept = resident(layout, schedule)
+        self.kept = kept = resident(layout, schedule)
+        """Leading chunks that never move; `lead` counts those behind them."""
         moving = [replace(chunk, nbytes=0) if chunk.index < kept else chunk for chunk in layout.chunks]
         self.resident = sum(chunk.nbytes for chunk in layout.chunks[:kept])
         self.sizes = sizes = [chunk.nbytes for chunk in moving]
@@ -159,7 +160,7 @@ class _Run:
             yield _Task(share * self.compute.forward, updated=max(needs, 0), queue=queue)
         yield _Task(self.compute.backward + self.compute.clip, ready=True)
         if deferred:
-            first = max(self.schedule.lead, layout.last_chunk[0] + ahead + 1)
+            first = max(self.kept + self.schedule.lead, layout.last_chunk[0] + ahead + 1)
             yield _Task(0.0, queue=here + min(first, self.count), ends_step=True)
         else:
             yield _Task(0.0, queue=here + self.count)

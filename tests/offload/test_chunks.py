@@ -73,6 +73,7 @@ def test_plans_hold_whole_parameters_and_never_displace_a_neighbour(
         assert spans[-1][1] <= chunk.nbytes or chunk.nbytes == 0
 
     staging = plan_staging(chunks, slots)
+    assert staging.nbytes <= sum(chunk.nbytes for chunk in chunks)
     for i, chunk in enumerate(chunks):
         assert staging.starts[i] + chunk.nbytes <= staging.nbytes
         displaced = staging.displaced(chunks, i)

@@ -170,3 +170,21 @@ def test_deferred_steps_queue_lead_then_stay_ahead() -> None:
 
 def test_every_wait_is_shown_to_be_needed() -> None:
     assert {why for _, why in NEEDED} == set(Why)
+
+
+def test_lead_counts_the_chunks_that_move() -> None:
+    schedule = dataclasses.replace(SCHEDULES["overlap, two resident"], lead=2, ahead=0)
+    after_step = []
+
+    def watch(engine) -> None:
+        step = engine.step
+
+        def spy(works):
+            before = engine.ledger.in_copies
+            step(works)
+            after_step.append(engine.ledger.in_copies - before)
+
+        engine.step = spy
+
+    trainer.run(schedule, AdversarialStreams(), watch)
+    assert after_step[0] == 2
