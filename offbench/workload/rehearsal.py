@@ -141,7 +141,7 @@ class RehearsalGroup(dist.ProcessGroup):
             return self._size
         if any(op == same for same in (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)):
             return 1  # `in` would compare the other way round, which these types do not support
-        raise NotImplementedError(f"a rehearsal cannot reduce with {op}; it knows SUM, AVG, MAX and MIN")
+        raise ValueError(f"a rehearsal cannot reduce with {op}; it knows SUM, AVG, MAX and MIN")
 
 
 def _all_to_all(output: Tensor, rows: Tensor, receive: list[int], send: list[int], rank: int) -> None:
