@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from offbench.rank_report import RankReport
 
 MEMORY_SLACK = 2 * GIB
-"""Library workspaces, rotary tables and the like; an eighth of the state this check is there to find."""
+"""Library workspaces, rotary tables and the like. A smaller state than this can hide from the check."""
 
 
 def check_launch(spec: RunSpec, reports: Sequence[RankReport]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from offbench.config import ArmSpec, RunSpec
 from offbench.naming import arm_name, axes
 from offbench.record import RunRecord
+from offbench.stats import largest
 
 N = TypeVar("N", int, float)
 
@@ -149,23 +150,19 @@ def _row(records: Sequence[RunRecord]) -> Row:
         status=status,
         tok_s=_spread(record.tok_s for record in good),
         step_s=_spread(record.step_s for record in good),
-        floor_s=_largest(record.floor.seconds for record in good),
+        floor_s=largest(record.floor.seconds for record in good),
         bound_by=next((record.floor.bound_by for record in good if record.floor.bound_by), None),
-        run_peak_bytes=_largest(record.peak.run_bytes for record in good),
-        first_peak_bytes=_largest(record.peak.first_step_allocated_bytes for record in good),
-        steady_peak_bytes=_largest(record.peak.steady_allocated_bytes for record in good),
-        pinned_bytes=_largest(record.host.pinned_requested_bytes for record in good),
-        rss_bytes=_largest(record.host.rss_bytes for record in good),
+        run_peak_bytes=largest(record.peak.run_bytes for record in good),
+        first_peak_bytes=largest(record.peak.first_step_allocated_bytes for record in good),
+        steady_peak_bytes=largest(record.peak.steady_allocated_bytes for record in good),
+        pinned_bytes=largest(record.host.pinned_requested_bytes for record in good),
+        rss_bytes=largest(record.host.rss_bytes for record in good),
     )
 
 
 def _spread(values: Iterable[float | None]) -> Spread | None:
     known = [value for value in values if value is not None]
     return Spread(statistics.median(known), min(known), max(known), len(known)) if known else None
-
-
-def _largest(values: Iterable[N | None]) -> N | None:
-    return max((value for value in values if value is not None), default=None)
 
 
 def _baseline(row: Row, rows: Sequence[Row]) -> Row | None:

@@ -12,7 +12,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-GIB = 1 << 30
+from offbench import units
+
+GIB = units.GIB
 MIB = 1 << 20
 
 

@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from offbench.device import Device, ScalarReader, Stamp
 from offbench.record import Peak, Phases, StepRow
-from offbench.stats import mean_of_last, median
+from offbench.stats import largest, mean_of_last, median
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_Number = TypeVar("_Number", int, float)
 PhaseName = Literal["forward", "backward", "clip", "step"]
 
 
@@ -238,10 +237,10 @@ def gather(results: Sequence[RankResult], tokens_per_step: int) -> Figures:
         first_step_s=max(result.first_step_s for result in results),
         steps=[_step_row(results, i, seconds) for i, seconds in enumerate(per_step)],
         phases_s=Phases(
-            **{phase: _largest(r.phase_s.get(phase) for r in results) for phase in Phases.model_fields}
-            | {"host_in_step": _largest(r.host_in_step_s for r in results)}
+            **{phase: largest(r.phase_s.get(phase) for r in results) for phase in Phases.model_fields}
+            | {"host_in_step": largest(r.host_in_step_s for r in results)}
         ),
-        peak=Peak(**{field: _largest(getattr(r.peak, field) for r in results) for field in Peak.model_fields}),
+        peak=Peak(**{field: largest(getattr(r.peak, field) for r in results) for field in Peak.model_fields}),
     )
 
 
@@ -254,10 +253,6 @@ def _step_row(results: Sequence[RankResult], index: int, seconds: float) -> Step
         grad_norm=of_rank[0].grad_norm,
         clip_factor=of_rank[0].clip_factor,
     )
-
-
-def _largest(values: Iterable[_Number | None]) -> _Number | None:
-    return max((value for value in values if value is not None), default=None)
 
 
 def first_non_finite(results: Sequence[RankResult]) -> str | None:

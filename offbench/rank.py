@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from offbench.worker import Progress
 
 PROBE_BYTES = 4 * GIB
-"""Half of it is read, half written. A probe of 1 GiB read 94.6 GiB/s both ways on an H200 where state of 28 GiB moved
-at 86: part of so little memory stays in the host's caches."""
+"""Half of it is read, half written. Probes of 1 GiB spread from 84 to 95 GiB/s both ways over launches on one kind of
+machine (results/h200-rehearsal-native.jsonl); more of it should vary less, which is not measured yet."""
 COLLECT_EVERY = 50
 """Steps between garbage collections; automatic ones would hit single steps of single ranks."""
 

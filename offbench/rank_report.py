@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +24,7 @@ from offbench.offload import OffloadedAdamW
 from offbench.offload.layout import local_of
 from offbench.record import Broadcast, Host, Link, Moved, StateAt
 from offbench.replica import ReplicaLog
+from offbench.stats import largest
 from offbench.topo import cache as topo_cache
 from offbench.topology.detect import detect
 from offbench.traffic import TrafficLog
@@ -231,11 +231,6 @@ def mfu(spec: RunSpec, step_s: float, gpu: str | None) -> float | None:
         return None
     per_token = find(spec.workload.model).flops_per_token(spec.workload.seq_len, spec.workload.layers)
     return float(per_token * spec.tokens_per_step / step_s / (peak * spec.mode.world))
-
-
-def largest(values: Sequence[Any]) -> Any:
-    """The largest of what was measured; None when nothing was."""
-    return max((value for value in values if value is not None), default=None)
 
 
 def _plain(value: Any) -> Any:

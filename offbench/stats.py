@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
 
 
 def median(values: Sequence[float]) -> float | None:
     """Median, in the unit of the values."""
     return statistics.median(values) if values else None
+
+
+def largest(values: Iterable[Number | None]) -> Number | None:
+    """The largest of what was measured, in the unit of the values; None when nothing was."""
+    return max((value for value in values if value is not None), default=None)
 
 
 def mean_of_last(values: Sequence[float], count: int = 10) -> float | None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from offbench.errors import UsageError
-
-GIB = 1 << 30
+from offbench.units import GIB
 
 
 @dataclass(frozen=True)
