@@ -103,3 +103,25 @@ def test_published_rows_agree_with_their_own_rates() -> None:
         assert row.step_s is not None
         assert 131072 / row.step_s == pytest.approx(row.tok_s, rel=0.01)
         assert row.tokens_per_step == row.spec.tokens_per_step == 131072
+
+
+def test_a_reason_may_hold_any_line_separator(tmp_path: Path) -> None:
+    """JSON leaves U+2028 and U+0085 as they are; `str.splitlines` would cut a record there."""
+    reason = "first\u2028second\u0085third"
+    append(tmp_path / "r.jsonl", record().model_copy(update={"status": "crash", "reason": reason}))
+    found = read_records([tmp_path / "r.jsonl"])
+    assert (found.problems, [r.reason for r in found.records]) == ([], [reason])
+
+
+def test_a_full_disk_is_a_clear_error_that_keeps_the_record_in_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = ResultsFile(tmp_path / "r.jsonl")
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.write", full)
+    with pytest.raises(RecordError, match=r"No space left on device; the record was: \{") as caught:
+        results.append(record())
+    assert '"run_id"' in str(caught.value)

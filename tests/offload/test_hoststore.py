@@ -51,6 +51,16 @@ def test_a_container_too_small_is_said_before_anything_is_touched(tmp_path: Path
         require_room(5 << 30, tmp_path)
 
 
+def test_a_store_asks_for_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hoststore, "cgroup_memory", lambda root: [(8192, 4096)])
+    with pytest.raises(OffbenchError, match="this container may take only"):
+        HostStore([512, 4096])
+    store = HostStore([4096])
+    with pytest.raises(OffbenchError, match="this container may take only"):
+        store.extend([8192])
+    assert store.requested_bytes == 4096
+
+
 @pytest.mark.gpu
 def test_pages_are_pinned_and_released() -> None:
     device = torch.device("cuda")
