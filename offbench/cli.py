@@ -131,6 +131,9 @@ def run(
     state_budget: Annotated[
         str | None, typer.Option(help="Optimizer state that stays on the GPU, as in 4GiB: the first layers'.")
     ] = None,
+    pieces: Annotated[
+        int | None, typer.Option(help="Parts in which a chunk moves and updates; 1 is upstream's (4).")
+    ] = None,
     slots: Annotated[int | None, typer.Option(help="Chunks held on the GPU at once.")] = None,
     lead: Annotated[int | None, typer.Option(help="overlap: chunks queued by step() itself.")] = None,
     ahead: Annotated[int | None, typer.Option(help="overlap: chunks kept queued in front of the forward.")] = None,
@@ -184,6 +187,7 @@ def run(
         emulate_link=emulate_link,
         chunk=chunk,
         state_budget=state_budget,
+        pieces=pieces,
         slots=slots,
         lead=lead,
         ahead=ahead,

@@ -74,6 +74,8 @@ class ArmSpec(Frozen):
     is null in arms that do not use it (`Arm.resolve` in `offbench.arms` fills in the arm's defaults)."""
     state_budget: int | None = Field(default=None, ge=0)
     """Bytes of state that stay on the GPU: the leading chunks, whole."""
+    pieces: int | None = Field(default=None, ge=1)
+    """Parts in which a chunk moves and updates, so that its update hides behind its own copies; 1: whole."""
     slots: int | None = Field(default=None, ge=1)
     """Neighbouring chunks that fit into the staging arena at the same time."""
     lead: int | None = Field(default=None, ge=1)
@@ -116,8 +118,9 @@ class RunSpec(Frozen):
     def canonical(self) -> str:
         """The spec as JSON with sorted keys and no spaces."""
         body = self.model_dump(mode="json")
-        if body["workload"]["broadcast_every"] is None:  # came later: jobs without it keep the run_id they had
-            del body["workload"]["broadcast_every"]
+        for part, name in (("workload", "broadcast_every"), ("arm", "pieces")):
+            if body[part][name] is None:  # came later: jobs without it keep the run_id they had
+                del body[part][name]
         return json.dumps(body, sort_keys=True, separators=(",", ":"))
 
     @property

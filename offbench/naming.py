@@ -28,7 +28,7 @@ def axes(spec: RunSpec, numa: str | None = None) -> str:
         parts.append(f"chunk {show_size(arm.chunk_bytes)}")
     if arm.state_budget:
         parts.append(f"state budget {show_size(arm.state_budget)}")
-    for key in ("slots", "lead", "ahead"):
+    for key in ("pieces", "slots", "lead", "ahead"):
         value = getattr(arm, key)
         if value is not None and value != usual.get(key):
             parts.append(f"{key} {value}")

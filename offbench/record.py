@@ -83,6 +83,8 @@ class Moved(Row):
     """Copies actually made per payload byte (1.0 on the native link)."""
     copy_span_s: float | None = None
     """From the staging memory's hand-over to the end of its last write-back, mean of the window's steps."""
+    copy_busy_s: float | None = None
+    """Time during which at least one copy had begun and not ended, per step of the window."""
 
 
 class Host(Row):

@@ -163,6 +163,7 @@ def figures(row: Row) -> dict[str, Any]:
         "activation_offload": row.activation_offload,
         "first_step": row.spec.arm.first_step,
         "chunk_bytes": row.spec.arm.chunk_bytes,
+        "pieces": row.spec.arm.pieces,
         "slots": row.spec.arm.slots,
         **of(row.tok_s, "tok_per_s"),
         **of(row.step_s, "step_s"),

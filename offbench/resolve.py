@@ -57,6 +57,7 @@ class Options:
     emulate_link: str | None = None
     chunk: str | None = None
     state_budget: str | None = None
+    pieces: int | None = None
     slots: int | None = None
     lead: int | None = None
     ahead: int | None = None
@@ -194,6 +195,7 @@ def _arms(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
     """(arm, activation offload) of every launch of a round."""
     knobs: dict[str, Any] = {
         "state_budget": None if options.state_budget is None else parse_size("--state-budget", options.state_budget),
+        "pieces": options.pieces,
         "slots": options.slots,
         "lead": options.lead,
         "ahead": options.ahead,
@@ -235,6 +237,7 @@ def _table(options: Options, chunk: int) -> list[tuple[ArmSpec, bool]]:
         "--activation-offload": options.activation_offload,
         "--first-step": options.first_step,
         "--state-budget": options.state_budget,
+        "--pieces": options.pieces,
         "--slots": options.slots,
         "--lead": options.lead,
         "--ahead": options.ahead,
@@ -244,7 +247,7 @@ def _table(options: Options, chunk: int) -> list[tuple[ArmSpec, bool]]:
         raise UsageError(f"--table seed: its rows fix {given[0]}; leave it out")
     return [
         (
-            arms.ARMS[row.arm].resolve(numa=row.numa, chunk_bytes=chunk, first_step=row.first_step),
+            arms.ARMS[row.arm].resolve(numa=row.numa, chunk_bytes=chunk, first_step=row.first_step, pieces=1),
             row.activation_offload,
         )
         for row in seed.cases()

@@ -35,7 +35,7 @@ class SeedRow:
     @property
     def arm_spec(self) -> ArmSpec:
         """The row's arm with upstream's defaults."""
-        return arms.ARMS[self.arm].resolve(numa=self.numa, first_step=self.first_step)
+        return arms.ARMS[self.arm].resolve(numa=self.numa, first_step=self.first_step, pieces=1)
 
 
 TABLE_A = (

@@ -53,6 +53,7 @@ class TrafficLog:
             copies_out_per_step=(copies_end["out"] - copies_start["out"]) / steps,
             copy_repeat=copy_repeat,
             copy_span_s=self._span(),
+            copy_busy_s=self._busy(steps),
         )
 
     def state_at(self, moments: Sequence[Stamp]) -> int | None:
@@ -85,6 +86,25 @@ class TrafficLog:
             if _seconds(start.event, a.begin) >= 0 and _seconds(a.begin, end.event) >= 0
         ]
         return statistics.fmean(inside) if inside else None
+
+    def _busy(self, steps: int) -> float | None:
+        """Seconds per step during which some copy was under way: the union of the copies' own times."""
+        start, end = self._notes[0][1], self._notes[1][1]
+        if start.event is None or not self._ledger.copies:
+            return None
+        spans = [(_seconds(start.event, e.begin), _seconds(start.event, e.end)) for e in self._ledger.copies]
+        return union(spans, 0.0, _seconds(start.event, end.event)) / steps
+
+
+def union(spans: Sequence[tuple[float, float]], start: float, stop: float) -> float:
+    """Length of what at least one of the (begin, end) spans covers between start and stop."""
+    covered, reached = 0.0, start
+    for begin, end in sorted(spans):
+        new = min(end, stop) - max(begin, reached)
+        if new > 0:
+            covered += new
+            reached = min(end, stop)
+    return covered
 
 
 def _seconds(earlier: Any, later: Any) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from offbench.device import Stamp
 from offbench.offload.copies import Ledger
-from offbench.traffic import TrafficLog
+from offbench.traffic import TrafficLog, union
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ def stamp(ms: float) -> Stamp:
 
 
 def book(ledger: Ledger, step: int, in_ms: list[float], out_ms: list[float]) -> None:
-    """One step of chunks of 10 bytes whose copies end at the given times."""
+    """One step of chunks of 10 bytes whose copies end at the given times; those in take 20 ms, those out 10."""
     for ms in in_ms:
-        ledger.copied("in", 10, At(ms))  # type: ignore[arg-type]
+        ledger.copied("in", 10, At(ms - 20), At(ms))  # type: ignore[arg-type]
     for ms in out_ms:
-        ledger.copied("out", 10, At(ms))  # type: ignore[arg-type]
+        ledger.copied("out", 10, At(ms - 10), At(ms))  # type: ignore[arg-type]
     ledger.held(20, At(step * 100.0), At(out_ms[-1]))  # type: ignore[arg-type]
 
 
@@ -57,6 +57,7 @@ def log() -> TrafficLog:
     ledger: Any = Ledger()
     optimizer: Any = FakeOptimizer(ledger, 20)
     made = TrafficLog(optimizer, FakeDevice())  # type: ignore[arg-type]
+    assert ledger.keep
     book(ledger, 1, [105, 130], [120, 150])
     made.note(1, stamp(100))
     book(ledger, 2, [205, 230], [220, 250])
@@ -79,6 +80,17 @@ def test_bytes_count_in_the_window_in_which_their_copy_ends(log: TrafficLog) -> 
 
 def test_the_span_runs_from_hand_over_to_the_last_write_back(log: TrafficLog) -> None:
     assert log.moved(2, 1.0).copy_span_s == pytest.approx(0.050)
+
+
+def test_copies_side_by_side_count_once_and_only_inside_the_window(log: TrafficLog) -> None:
+    # 100-105, 110-130 (out 110-120 beside it), 140-150, 185-205, 210-230, 240-250, and 285-300 of a longer one
+    assert log.moved(1, 1.0).copy_busy_s == pytest.approx(0.100)
+    assert log.moved(2, 1.0).copy_busy_s == pytest.approx(0.050)
+
+
+def test_the_union_of_spans() -> None:
+    assert union([(0, 4), (2, 3), (3, 6), (8, 9)], 1, 8.5) == 5.5
+    assert union([], 0, 1) == 0
 
 
 def test_staging_counts_as_state_while_it_is_held(log: TrafficLog) -> None:

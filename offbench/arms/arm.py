@@ -9,7 +9,7 @@ from offbench.config import ArmSpec
 from offbench.errors import UsageError
 from offbench.offload.schedule import Schedule
 
-OPTIONS = ("chunk_bytes", "state_budget", "slots", "lead", "ahead", "first_step")
+OPTIONS = ("chunk_bytes", "pieces", "state_budget", "slots", "lead", "ahead", "first_step")
 
 
 @dataclass(frozen=True)

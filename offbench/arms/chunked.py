@@ -21,6 +21,6 @@ ARM = Arm(
         resident_bytes=spec.state_budget or 0,
         slots=spec.slots or 2,
         first_step=spec.first_step or "bounded",
-    ),
-    defaults={"chunk_bytes": GIB, "state_budget": 0, "slots": 2, "first_step": "bounded"},
+    ).in_pieces(spec.pieces or 1),
+    defaults={"chunk_bytes": GIB, "pieces": 4, "state_budget": 0, "slots": 2, "first_step": "bounded"},
 )

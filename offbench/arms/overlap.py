@@ -21,6 +21,14 @@ ARM = Arm(
         lead=spec.lead or 8,
         ahead=4 if spec.ahead is None else spec.ahead,
         first_step=spec.first_step or "bounded",
-    ),
-    defaults={"chunk_bytes": GIB, "state_budget": 0, "slots": 4, "lead": 8, "ahead": 4, "first_step": "bounded"},
+    ).in_pieces(spec.pieces or 1),
+    defaults={
+        "chunk_bytes": GIB,
+        "pieces": 4,
+        "state_budget": 0,
+        "slots": 4,
+        "lead": 8,
+        "ahead": 4,
+        "first_step": "bounded",
+    },
 )

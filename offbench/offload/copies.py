@@ -19,6 +19,8 @@ class CopyEntry:
     direction: Direction
     nbytes: int
     """Payload, repeats excluded."""
+    begin: Event
+    """Passed when nothing held the copy back any more."""
     end: Event
     """Passed when the copy has ended."""
 
@@ -48,16 +50,16 @@ class Ledger:
         self.copies: list[CopyEntry] = []
         self.arenas: list[ArenaEntry] = []
 
-    def copied(self, direction: Direction, nbytes: int, end: Event) -> None:
-        """Enter a queued copy."""
+    def copied(self, direction: Direction, nbytes: int, begin: Event | None, end: Event) -> None:
+        """Enter a queued copy; `begin` is needed only while `keep` is set."""
         if direction == "in":
             self.in_bytes += nbytes
             self.in_copies += 1
         else:
             self.out_bytes += nbytes
             self.out_copies += 1
-        if self.keep:
-            self.copies.append(CopyEntry(direction, nbytes, end))
+        if self.keep and begin is not None:
+            self.copies.append(CopyEntry(direction, nbytes, begin, end))
 
     def held(self, nbytes: int, begin: Event, end: Event) -> None:
         """Enter the staging arena of a step."""

@@ -246,9 +246,10 @@ class Engine:
             self._copier.copy(target, source)
 
         access = self._streams.access
+        begin = stream.record() if self.ledger.keep else None
         stream.run(copy, reads=[access(source)], writes=[access(target)])
         end = stream.record()
-        self.ledger.copied(direction, target.numel(), end)
+        self.ledger.copied(direction, target.numel(), begin, end)
         return end
 
     def _update(self, stream: Stream, work: Work, staged: torch.Tensor) -> Event:

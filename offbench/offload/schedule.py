@@ -5,7 +5,7 @@ No torch here, so that the command line can describe every arm without loading i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from offbench.errors import ScheduleError
@@ -46,3 +46,14 @@ class Schedule:
             raise ScheduleError(f"{self.name}: copy streams need a number of slots")
         if self.deferred and self.lead < 1:
             raise ScheduleError(f"{self.name}: step() must queue at least one chunk")
+
+    def in_pieces(self, pieces: int) -> Schedule:
+        """The same windows over chunks cut into so many parts: a part updates while the next one still moves, which
+        hides the updates of few slots behind their own copies and takes no more staging memory."""
+        return replace(
+            self,
+            chunk_bytes=max(1, self.chunk_bytes // pieces),
+            slots=None if self.slots is None else self.slots * pieces,
+            lead=self.lead * pieces,
+            ahead=self.ahead * pieces,
+        )

@@ -50,7 +50,7 @@ def candidates(layout: Layout, compute: Compute, links: Links, chunk_bytes: int)
     found = []
     for name, slots in CANDIDATES:
         arm = arms.ARMS[name]
-        spec = arm.resolve(chunk_bytes=chunk_bytes, slots=slots)
+        spec = arm.resolve(chunk_bytes=chunk_bytes, slots=slots, pieces=1)
         schedule = arm.schedule(spec)
         floor = links.floor_s(layout.nbytes) if schedule.offloaded else 0.0
         found.append(Candidate(spec, simulate(schedule, layout, compute, links), floor))

@@ -96,7 +96,7 @@ class Variant:
         return arm.schedule(arm.resolve(chunk_bytes=chunk_bytes, **dict(self.options)))
 
 
-SMALL = {"slots": 2, "lead": 2, "ahead": 1}
+SMALL = {"pieces": 1, "slots": 2, "lead": 2, "ahead": 1}
 """Windows far below the number of chunks: slots are taken over, and most updates are queued by the forward."""
 WHOLE = {"slots": 64, "lead": 3, "ahead": 2, "first_step": "whole"}
 """Every chunk has its own slot: only then does a move-in have the host bytes of the last step alone to wait for."""

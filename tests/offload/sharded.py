@@ -31,6 +31,7 @@ def build(device: torch.device, prefetch: bool = True) -> Model:
 def schedule_of(arm: str, **options: Any) -> Schedule:
     """The arm's schedule with 1 MiB chunks."""
     found, _ = find(arm)
+    options = {"pieces": 1} | options
     return found.schedule(found.resolve(chunk_bytes=1 << 20, **options))
 
 

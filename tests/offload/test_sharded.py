@@ -23,6 +23,7 @@ ARMS = {
     "chunked whole": {"first_step": "whole"},
     "overlap": {"slots": 2, "lead": 2, "ahead": 1},
     "overlap wide": {"slots": 8, "lead": 8, "ahead": 4},
+    "overlap pieces": {"pieces": 4, "slots": 1, "lead": 1, "ahead": 0},
     "overlap resident": {"slots": 2, "lead": 2, "ahead": 1, "state_budget": 2 << 20},
     "overlap whole": {"slots": 3, "lead": 1, "ahead": 0, "first_step": "whole"},
 }

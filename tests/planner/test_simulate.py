@@ -24,7 +24,7 @@ ROUNDING = 1 + 1e-9
 
 def schedule(arm: str, **options: object) -> Schedule:
     found = arms.ARMS[arm]
-    return found.schedule(found.resolve(**options))
+    return found.schedule(found.resolve(**({"pieces": 1} | options)))
 
 
 rates = st.builds(
