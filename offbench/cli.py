@@ -215,6 +215,10 @@ def topo(
     remote: Annotated[
         int | None, typer.Option(min=1, help="Floor with so many ranks' memory on another socket as well.")
     ] = None,
+    dram: Annotated[
+        str | None,
+        typer.Option(help="Floor of host memory too, where CPUs step: what a NUMA node carries, as in 300GiB/s."),
+    ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Copy on every GPU, alone and together, and keep the rates.")
     ] = False,
@@ -224,7 +228,7 @@ def topo(
     """Show the machine that copies cross, its links, and the least time a step's copies can take."""
     from offbench.topo.command import TopoOptions, topo_command
 
-    raise typer.Exit(topo_command(TopoOptions(source, size, model, world, remote, measure, json, save)))
+    raise typer.Exit(topo_command(TopoOptions(source, size, model, world, remote, measure, json, save, dram)))
 
 
 @app.command()

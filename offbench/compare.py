@@ -28,6 +28,9 @@ LOSS_BAND = 3
 """Where it ran more often: how many times the difference between its own launches, which two or three of them show
 too small."""
 
+PLACED = 0.01
+"""Share of a rank's pinned memory that makes it remote, or its place unknown."""
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -71,6 +74,11 @@ class Row:
     steady_peak_bytes: int | None = None
     pinned_bytes: int | None = None
     rss_bytes: int | None = None
+    ranks_remote: int | None = None
+    """Ranks with 1 % or more of their pinned memory on another socket than their GPU; the most of any launch. None
+    where some rank does not know."""
+    ranks_pinned: int | None = None
+    """Ranks of this host that pin memory."""
 
     @property
     def x_floor(self) -> float | None:
@@ -138,6 +146,7 @@ def _group(records: Sequence[RunRecord]) -> Group:
 def _row(records: Sequence[RunRecord]) -> Row:
     """Statistics over the launches that count; a row of failures alone has no figures."""
     good, spec = [record for record in records if record.status == "ok"], records[0].spec
+    remote = [found for record in good if (found := ranks_remote(record)) is not None]
     counts = {status: sum(r.status == status for r in records) for status in dict.fromkeys(r.status for r in records)}
     status = next(iter(counts)) if len(counts) == 1 else ", ".join(f"{n} {name}" for name, n in counts.items())
     return Row(
@@ -157,7 +166,22 @@ def _row(records: Sequence[RunRecord]) -> Row:
         steady_peak_bytes=largest(record.peak.steady_allocated_bytes for record in good),
         pinned_bytes=largest(record.host.pinned_requested_bytes for record in good),
         rss_bytes=largest(record.host.rss_bytes for record in good),
+        ranks_remote=max(remote) if len(remote) == len(good) and remote else None,
+        ranks_pinned=len(good[0].ranks) if remote else None,
     )
+
+
+def ranks_remote(record: RunRecord) -> int | None:
+    """Ranks whose pinned memory is on another socket than their GPU; None where it was not measured for every rank."""
+    remote = 0
+    for rank in record.ranks:
+        parts = (rank.local_bytes, rank.same_socket_bytes, rank.remote_bytes, rank.unknown_bytes)
+        total = sum(part or 0 for part in parts)
+        far, unknown = rank.remote_bytes or 0, rank.unknown_bytes or 0
+        if not total or (far < PLACED * total <= unknown):  # nothing pinned, or nobody says where
+            return None
+        remote += far >= PLACED * total
+    return remote if record.ranks else None
 
 
 def _spread(values: Iterable[float | None]) -> Spread | None:

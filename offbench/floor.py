@@ -13,7 +13,7 @@ Rates are bytes/s, times seconds. Pure: no files, no hardware.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offbench.record import Floor as FloorRow
 from offbench.record import Link, Moved
@@ -87,6 +87,8 @@ class Floor:
     missing: tuple[str, ...]
     """Links whose capacity is unknown for bytes that cross them."""
     flows: tuple[Flow, ...]
+    ends_s: float = 0.0
+    """Of a pipeline: seconds on top, while only one direction has anything to move."""
 
     @property
     def bound_by(self) -> Use | None:
@@ -98,7 +100,7 @@ class Floor:
         """Least seconds; 0 when nothing moves, None when no link that is crossed has a known capacity."""
         if not any(flow.bytes_in or flow.bytes_out for flow in self.flows):
             return 0.0
-        return self.uses[0].seconds if self.uses else None
+        return self.uses[0].seconds + self.ends_s if self.uses else None
 
     @property
     def complete(self) -> bool:
@@ -131,6 +133,20 @@ def least_time(
             uses.append(use)
     uses.sort(key=lambda use: -use.seconds)
     return Floor(variant, tuple(uses), tuple(missing), tuple(flows))
+
+
+def pipelined(floor: Floor, capacities: Iterable[Capacity], chunk_bytes: float) -> Floor:
+    """That floor and the ends of a pipeline of chunks: nothing can go out while the first chunk comes in, and nothing
+    is left to come in while the last one goes out. Both cross at the rate a rank has alone; the slowest rank counts.
+    Gaps between chunks would come on top. It holds for chunks of that size: with smaller ones the ends shrink.
+    """
+    known = list(capacities)
+    alone = 0.0
+    for flow in floor.flows:
+        down, up = min(chunk_bytes, flow.bytes_in), min(chunk_bytes, flow.bytes_out)
+        ends = (replace(flow, bytes_in=down, bytes_out=0.0), replace(flow, bytes_in=0.0, bytes_out=up))
+        alone = max(alone, sum(least_time(known, [end]).seconds or 0.0 for end in ends))
+    return replace(floor, variant="pipeline", ends_s=alone)
 
 
 def loads(flows: Iterable[Flow]) -> dict[str, tuple[float, float]]:
@@ -176,11 +192,12 @@ def _serial(capacity: Capacity, down: float, up: float) -> Use | None:
     return Use(capacity.link, seconds, slowest.direction, down + up, slowest)
 
 
-def of_launch(moved: Moved, link: Link, tree: Tree | None = None) -> FloorRow:
+def of_launch(moved: Moved, link: Link, tree: Tree | None = None, chunk_bytes: float | None = None) -> FloorRow:
     """The floor a launch's record carries, from the link rates measured in that launch.
 
     moved: bytes per step and rank; link: worst rank's rates, bytes/s; tree: measured capacities of what the local
-    ranks share and each one's path, where known; it only ever raises the floor. Every rank is taken to move as much.
+    ranks share and each one's path, where known; it only ever raises the floor; chunk_bytes: the largest chunk, for
+    the ends of the pipeline. Every rank is taken to move as much.
     Empty when nothing moves or no rate was measured: a figure that is not known is null.
     """
     down, up = moved.in_bytes_per_step or 0.0, moved.out_bytes_per_step or 0.0
@@ -197,4 +214,10 @@ def of_launch(moved: Moved, link: Link, tree: Tree | None = None) -> FloorRow:
     if bound is None:
         return FloorRow()
     way = "duplex" if bound.direction == "both" else bound.direction
-    return FloorRow(seconds=bound.seconds, bound_by=f"{bound.link} {way}", serial_seconds=serial.seconds)
+    pipeline = None if chunk_bytes is None else bound.seconds + pipelined(found[0], [own], chunk_bytes).ends_s
+    return FloorRow(
+        seconds=bound.seconds,
+        bound_by=f"{bound.link} {way}",
+        serial_seconds=serial.seconds,
+        pipeline_seconds=pipeline,
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from offbench.errors import UsageError
-from offbench.floor import Capacity, Floor, Flow, Tree, least_time
+from offbench.floor import Capacity, Floor, Flow, Tree, least_time, pipelined
 from offbench.topology.model import BEST_FIRST, Direction, Gpu, Link, LinkKind, Machine, Rate, RateKind
 
 NEAR_GPU: tuple[LinkKind, ...] = ("gpu_link", "uplink", "c2c")
@@ -17,17 +17,29 @@ NEAR_GPU: tuple[LinkKind, ...] = ("gpu_link", "uplink", "c2c")
 PCIE: tuple[LinkKind, ...] = ("gpu_link", "uplink", "root_complex")
 BETWEEN = "the link between sockets"
 HIDDEN = "uplinks that are not visible"
+UNPLACED = "memory of a node that is not known"
 """Names in a path that stand for what the machine's description lacks; they have no capacity, so floors name them."""
+CHUNK_BYTES = 1 << 30
+"""Chunks of the pipeline where nothing says how large they are."""
+STEP_BYTES = 8
+"""Least host memory traffic a parameter, each way, of fp32 AdamW on a CPU: both moments read and written. Parameters
+and gradients add up to 12 more, as far as caches do not hold them."""
 WAYS: tuple[Direction, ...] = ("in", "out", "both")
 
 
 def floors(
-    machine: Machine, bytes_in: float, bytes_out: float, ranks: int | None = None, remote: int | None = None
+    machine: Machine,
+    bytes_in: float,
+    bytes_out: float,
+    ranks: int | None = None,
+    remote: int | None = None,
+    chunk_bytes: float = CHUNK_BYTES,
 ) -> list[Floor]:
-    """Every variant for so many bytes per rank and step: duplex, uplink only, serial, link rate and, with `remote`,
-    that many ranks (the first ones) whose host memory is on another socket.
+    """Every variant for so many bytes per rank and step: duplex, uplink only, serial, link rate, a pipeline of chunks,
+    and that many ranks (the first ones) whose host memory is on another socket.
 
-    ranks: ranks on this machine, one per GPU in the machine's order; None: every GPU.
+    ranks: ranks on this machine, one per GPU in the machine's order; None: every GPU. remote: None: all of them where
+    the link between sockets was measured, else that variant is left out.
     Raises UsageError when the machine has fewer GPUs than `ranks`, or fewer ranks than `remote`.
     """
     count = len(machine.gpus) if ranks is None else ranks
@@ -46,10 +58,27 @@ def floors(
         least_time(known, local, "serial", serial=True),
         least_time(capacities(machine, ("line rate",)), pcie, "link rate"),
     ]
+    found.append(pipelined(found[0], known, chunk_bytes))
+    between = [link.rate("both", ("measured",)) for link in machine.links if link.kind == "inter_socket"]
+    if remote is None and any(between):
+        remote = count
     if remote:
         far = [Flow(g.index, bytes_in, bytes_out, path(machine, g, remote=i < remote)) for i, g in enumerate(gpus)]
         found.append(least_time(known, far, f"remote {remote}"))
     return found
+
+
+def dram_floor(machine: Machine, bytes_in: float, bytes_out: float, params: float, rate: Rate, ranks: int) -> Floor:
+    """The floor of host memory itself where CPUs run the optimizer step: the copies and STEP_BYTES a parameter each
+    way, over what the memory of one NUMA node carries.
+
+    params: parameters a rank updates; rate: one node's, reads and writes summed; ranks: the first so many GPUs.
+    """
+    gpus, step = machine.gpus[:ranks], STEP_BYTES * params
+    names = [UNPLACED if gpu.numa.value is None else f"dram{gpu.numa.value}" for gpu in gpus]
+    flows = [Flow(g.index, bytes_in + step, bytes_out + step, (name,)) for g, name in zip(gpus, names, strict=True)]
+    known = [Capacity(name, both=rate) for name in dict.fromkeys(names) if name != UNPLACED]
+    return least_time(known, flows, "DRAM")
 
 
 def path(machine: Machine, gpu: Gpu, remote: bool = False) -> tuple[str, ...]:
@@ -138,4 +167,5 @@ def floor_json(floor: Floor) -> dict[str, object]:
         "bytes_in": floor.flows[0].bytes_in if floor.flows else None,
         "bytes_out": floor.flows[0].bytes_out if floor.flows else None,
         "ranks": len(floor.flows),
+        "ends_s": floor.ends_s,
     }

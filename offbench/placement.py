@@ -1,4 +1,4 @@
-"""Bind this process to the NUMA node of its GPU, and say afterwards where it and its pages are.
+"""Bind this process to the NUMA node of its GPU, and say afterwards where its threads may run.
 
 Binding comes before anything starts threads or pins memory: threads inherit the CPU mask, pages stay on the node
 that touched them first, and pinned pages never move. What the kernel refuses is recorded and the launch goes on. No
@@ -8,19 +8,22 @@ torch here, and neither numactl nor libnuma. The roots of /sys and /proc are arg
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 SYSFS, PROC = Path("/sys"), Path("/proc")
+PAGE = mmap.PAGESIZE
 
 _MPOL_PREFERRED = 1  # linux/mempolicy.h
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # the kernel's syscall tables
+_MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
 
 
 @dataclass(frozen=True)
@@ -63,26 +66,65 @@ def prefer_node(node: int) -> str | None:
     return os.strerror(ctypes.get_errno())
 
 
+def page_nodes(addresses: Sequence[int]) -> list[int] | None:
+    """NUMA node of the page at each address, by move_pages(2) with nodes=NULL, which moves nothing; negative for one
+    that was never touched. None when the kernel refuses, as containers make it do."""
+    number = _MOVE_PAGES.get(platform.machine())
+    if number is None:
+        return None
+    pages = (ctypes.c_void_p * len(addresses))(*addresses)
+    status = (ctypes.c_int * len(addresses))()
+    count, own = ctypes.c_ulong(len(addresses)), ctypes.c_int(0)
+    if ctypes.CDLL(None).syscall(ctypes.c_long(number), own, count, pages, None, status, ctypes.c_int(0)) != 0:
+        return None
+    return list(status)
+
+
+def abilities() -> dict[str, bool]:
+    """Which calls this process is allowed to make, by making them in a thread of their own: set_mempolicy to the
+    default (being allowed to read a policy proves nothing) and sched_setaffinity to the mask there is."""
+    found: dict[str, bool] = {}
+
+    def probe() -> None:
+        number = _SET_MEMPOLICY.get(platform.machine())
+        call = ctypes.CDLL(None).syscall
+        found["set_mempolicy"] = number is not None and call(ctypes.c_long(number), ctypes.c_int(0), None, None) == 0
+        try:
+            os.sched_setaffinity(0, os.sched_getaffinity(0))
+        except OSError:
+            found["setaffinity"] = False
+        else:
+            found["setaffinity"] = True
+
+    thread = threading.Thread(target=probe)
+    thread.start()
+    thread.join()
+    here = ctypes.create_string_buffer(1)
+    return found | {"move_pages": page_nodes([ctypes.addressof(here) // PAGE * PAGE]) is not None}
+
+
 def bind(
     pci_bus_id: str | None,
     sysfs: Path = SYSFS,
     proc: Path = PROC,
     set_affinity: Callable[[int, Iterable[int]], None] = os.sched_setaffinity,
     prefer: Callable[[int], str | None] = prefer_node,
+    node: int | None = None,
 ) -> Placement:
     """Bind every thread of this process to the allowed CPUs of the GPU's NUMA node, and prefer that node's memory.
 
-    pci_bus_id: the GPU's address, None without a GPU. What the machine lacks or forbids is told in the result; only
-    text that is no PCI address raises (ValueError).
+    pci_bus_id: the GPU's address, None without a GPU. node: its NUMA node where the caller knows it (NVML may, where
+    the kernel does not). What the machine lacks or forbids is told in the result; only text that is no PCI address
+    raises (ValueError). Binding again does no harm.
     """
     nodes = _cpu_nodes(sysfs)
     if pci_bus_id is None:
         return Placement("not applicable", "no GPU")
     if len(nodes) < 2:
         return Placement("not applicable", "one NUMA node")
-    node = gpu_node(pci_bus_id, sysfs)
+    node = gpu_node(pci_bus_id, sysfs) if node is None else node
     if node is None:
-        return Placement("refused", f"the kernel does not say on which NUMA node GPU {pci_bus_id} is")
+        return Placement("refused", f"no source says on which NUMA node GPU {pci_bus_id} is")
     if node not in nodes:
         return Placement("refused", f"node {node} of GPU {pci_bus_id} has no CPUs", node)
     allowed = _status_list(proc / "self/status", "Cpus_allowed_list")
@@ -150,23 +192,6 @@ def strayed_threads(cpus: Iterable[int], proc: Path = PROC) -> list[int]:
         if not mask <= bound:
             strayed.append(int(task.name))
     return sorted(strayed)
-
-
-def bytes_by_node(proc: Path = PROC) -> dict[int, int] | None:
-    """Bytes of this process's pages on each NUMA node, from numa_maps; None where the kernel does not tell.
-
-    Slow for a large process (it walks the page tables): read it outside the measured window.
-    """
-    text = _read(proc / "self/numa_maps")
-    if text is None:
-        return None
-    found: Counter[int] = Counter()
-    for line in text.splitlines():
-        size = re.search(r" kernelpagesize_kB=(\d+)", line)
-        if size is not None:
-            for node, pages in re.findall(r" N(\d+)=(\d+)", line):
-                found[int(node)] += int(pages) * int(size[1]) * 1024
-    return dict(found)
 
 
 def parse_cpulist(text: str) -> frozenset[int]:

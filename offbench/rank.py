@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from offbench import arms, bandwidth, environment, placement
+from offbench import arms, bandwidth, environment
 from offbench.config import GIB, RunSpec
 from offbench.device import Device
-from offbench.hardware import load_nvml, visible_gpus
+from offbench.estimate import estimate
+from offbench.hardware import load_nvml
 from offbench.measure import StepRecorder
 from offbench.offload import OffloadedAdamW
 from offbench.offload.hoststore import HostStore
@@ -29,6 +30,7 @@ from offbench.workload.parallel import Job, build
 from offbench.workload.rehearsal import init_rehearsal
 
 if TYPE_CHECKING:
+    from offbench.whereabouts import Whereabouts
     from offbench.worker import Progress
 
 PROBE_BYTES = 4 * GIB
@@ -38,25 +40,31 @@ COLLECT_EVERY = 50
 """Steps between garbage collections; automatic ones would hit single steps of single ranks."""
 
 
-def run(spec: RunSpec, local_rank: int, out: Path, progress: Progress) -> None:
-    """The launch as this rank lives it."""
+def run(spec: RunSpec, local_rank: int, out: Path, progress: Progress, where: Whereabouts) -> None:
+    """The launch as this rank lives it, bound already where it is to be."""
     with kernel_copies(spec.arm.fsdp_copies == "kernel") as copies:
-        _run(spec, local_rank, out, progress, copies)
+        _run(spec, local_rank, out, progress, where, copies)
 
 
-def _run(spec: RunSpec, local_rank: int, out: Path, progress: Progress, copies: KernelCopies | None) -> None:
+def _run(
+    spec: RunSpec, local_rank: int, out: Path, progress: Progress, where: Whereabouts, copies: KernelCopies | None
+) -> None:
     progress.enter("start")
-    device, bound, env = place(spec, local_rank)
+    device, env = place(spec, local_rank, where)
     link, copy_repeat = probe_link(spec, device)
     env |= environment.capture(job_bus_id(env))
 
     progress.enter("build")
     join(spec, local_rank, device)
+    where.joined()
+    env["affinity_joined"] = environment.cpu_list(os.sched_getaffinity(0))
+    where.planned(estimate(spec).pinned_bytes)
     job = build(spec, dist.get_rank(), device.torch_device)
     progress.enter("pin")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = make_optimizer(spec, job, copy_repeat)
+    where.pinned(pinned_ranges(job, optimizer))
     replica = ReplicaLog(spec, job, optimizer) if spec.workload.broadcast_every else None
 
     recorder = StepRecorder(device, spec.window.warmup, spec.window.steps)
@@ -68,30 +76,31 @@ def _run(spec: RunSpec, local_rank: int, out: Path, progress: Progress, copies: 
     recorder.close(optimizer.drain)
     progress.enter("gather")
     report = describe(spec, job, optimizer, recorder, log, replica, copy_repeat)
-    report.host.numa = bound.describe() if bound is not None else None
+    report.pages = where.close(pinned_ranges(job, optimizer))
+    report.host.numa = report.pages.numa
     report.link = link
     report.kernel_copies = copies.copies_in if copies is not None else 0
     report.env = env | {"affinity_after": environment.cpu_list(os.sched_getaffinity(0))}
-    report.warnings = [str(warning.message) for warning in caught]
+    report.warnings = [*(str(warning.message) for warning in caught), *where.warnings]
     hand_over(spec, report, local_rank, out)
     optimizer.detach()
     dist.destroy_process_group()
 
 
-def place(spec: RunSpec, local_rank: int) -> tuple[Device, placement.Placement | None, dict[str, Any]]:
-    """The rank's device, bound to its NUMA node when asked to, before any other thread or pinned page exists."""
-    gpus, _ = visible_gpus(os.environ) if spec.mode.device == "cuda" else ((), None)
-    bus_id = gpus[local_rank].bus_id if gpus else None
-    bound = placement.bind(bus_id) if spec.arm.numa else None
+def place(spec: RunSpec, local_rank: int, where: Whereabouts) -> tuple[Device, dict[str, Any]]:
+    """The rank's device, and its address as CUDA says it."""
+    bus_id = where.bus_id
     if spec.mode.device == "cuda":
         torch.cuda.set_device(local_rank)
         device = Device.of(torch.device("cuda", local_rank))
     else:
         device = Device.of(torch.device("cpu"))
     env = {"gpu_bus_id": device.pci_bus_id}
+    if device.pci_bus_id is not None:
+        where.seen(device.pci_bus_id)
     if bus_id is not None and bus_id != device.pci_bus_id:
         env["gpu_bus_id_by_nvml"] = bus_id  # CUDA_DEVICE_ORDER: CUDA and NVML count differently here
-    return device, bound, env
+    return device, env
 
 
 def probe_link(spec: RunSpec, device: Device) -> tuple[Link, float]:
@@ -143,6 +152,12 @@ def make_optimizer(spec: RunSpec, job: Job, copy_repeat: float) -> OffloadedAdam
         implementation=w.adamw,
         copy_repeat=copy_repeat,
     )
+
+
+def pinned_ranges(job: Job, optimizer: OffloadedAdamW) -> list[tuple[int, int]]:
+    """(address, bytes) of the slabs that copies read and write in every step."""
+    offload = job.activation_offload
+    return [*optimizer.store.addresses, *(offload.addresses if offload else [])]
 
 
 def train(

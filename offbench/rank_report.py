@@ -18,15 +18,16 @@ from offbench.checks import check_launch
 from offbench.config import RunSpec
 from offbench.device import peak_bf16_flops
 from offbench.failure import write_json
-from offbench.floor import Tree, of_launch
+from offbench.floor import of_launch
 from offbench.measure import RankResult, StepRecorder, Traffic, gather
 from offbench.offload import OffloadedAdamW
 from offbench.offload.layout import local_of
-from offbench.record import Broadcast, Host, Link, Moved, StateAt
+from offbench.record import Broadcast, Host, Link, Moved, RankPages, StateAt
 from offbench.replica import ReplicaLog
 from offbench.stats import largest
 from offbench.topo import cache as topo_cache
 from offbench.topology.detect import detect
+from offbench.topology.model import Machine
 from offbench.traffic import TrafficLog
 from offbench.workload.parallel import Job
 from offbench.workload.presets import find
@@ -62,6 +63,7 @@ class RankReport:
     expert_load: float | None
     kernel_copies: int = 0
     """Reduce-scatter copy-ins that went through our kernels instead of FSDP2's."""
+    pages: RankPages | None = None
     broadcast: Broadcast | None = None
     stale: list[str] = field(default_factory=list)
     """Parameters whose replica is not the trainer's; on rank 0."""
@@ -191,6 +193,8 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         numa=", ".join(dict.fromkeys(r.host.numa for r in reports if r.host.numa is not None)) or None,
     )
     link = bandwidth.worst([r.link for r in reports])
+    machine = shared_machine(spec)
+    tree = topo_cache.launch_tree(machine, spec.mode.nproc) if machine is not None else None
     fields = dict(vars(figures)) | {
         "status": "invalid" if bad else "ok",
         "reason": bad,
@@ -200,8 +204,9 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "moved": first.moved,
         "state": first.state,
         "host": host,
+        "ranks": [r.pages for r in reports if r.pages is not None],
         "link": link,
-        "floor": of_launch(first.moved, link, shared_links(spec)),
+        "floor": of_launch(first.moved, link, tree, max(r.largest_chunk for r in reports)),
         "broadcast": first.broadcast,
         "adamw": spec.workload.adamw,
         "params_checksum": sum(r.checksum for r in reports),
@@ -211,17 +216,17 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "expert_tokens_max_over_mean": largest([r.expert_load for r in reports]),
         "checks": checks,
         "warnings": sorted({warning for r in reports for warning in r.warnings}),
-        "env": first.env,
+        "env": first.env | {"machine": topo_cache.identity(machine) if machine is not None else None},
     }
     return {key: _plain(value) for key, value in fields.items()}
 
 
-def shared_links(spec: RunSpec) -> Tree | None:
-    """What the local ranks share, where `offbench topo --measure` has measured it; an emulated link is slower than
-    all of it, and one process shares nothing."""
+def shared_machine(spec: RunSpec) -> Machine | None:
+    """The machine whose links the local ranks share, with what `offbench topo --measure` has found on it; None where
+    they share none: an emulated link is slower than all of it, and one process shares nothing."""
     if spec.mode.device == "cpu" or spec.mode.nproc == 1 or spec.mode.emulate_link is not None:
         return None
-    return topo_cache.launch_tree(topo_cache.recall(detect()), spec.mode.nproc)
+    return topo_cache.recall(detect())
 
 
 def mfu(spec: RunSpec, step_s: float, gpu: str | None) -> float | None:

@@ -119,6 +119,8 @@ class Floor(Row):
     bound_by: str | None = None
     serial_seconds: float | None = None
     """The same bytes one way at a time."""
+    pipeline_seconds: float | None = None
+    """`seconds`, and the largest chunk alone in before and alone out after everything else."""
 
 
 class StateAt(Row):
@@ -126,6 +128,27 @@ class StateAt(Row):
 
     device_bytes: int | None = None
     host_bytes: int | None = None
+
+
+class RankPages(Row):
+    """Where one rank of this host and its pinned memory are, seen from its GPU, after the window. Bytes of the slabs
+    (optimizer state, offloaded activations) on the GPU's own NUMA node, on another node of its socket, on another
+    socket, or where nobody says. Where one node has all memory, all of it is local. Null without GPU or pinned memory.
+    """
+
+    rank: int
+    """On this host, from 0."""
+    gpu_node: int | None = None
+    numa: str | None = None
+    """As Host.numa, of this rank."""
+    memory_policy: str | None = None
+    """Of a bound rank: `preferred`, or `refused: why` (pages then only follow the threads that touch them)."""
+    strayed_threads: int | None = None
+    """Threads that could run outside the rank's CPUs after the window; null where the rank is not bound."""
+    local_bytes: int | None = None
+    same_socket_bytes: int | None = None
+    remote_bytes: int | None = None
+    unknown_bytes: int | None = None
 
 
 class Broadcast(Row):
@@ -204,6 +227,8 @@ class RunRecord(Row):
     moved: Moved = Moved()
     state: StateAt = StateAt()
     host: Host = Host()
+    ranks: list[RankPages] = Field(default_factory=list)
+    """One for each rank of this host."""
     link: Link = Link()
     floor: Floor = Floor()
     broadcast: Broadcast | None = None

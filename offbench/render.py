@@ -46,6 +46,10 @@ def _first_peak(row: Row) -> str:
     return _bytes(row.first_peak_bytes)
 
 
+def _ranks_remote(row: Row) -> str:
+    return MISSING if row.ranks_remote is None else f"{row.ranks_remote}/{row.ranks_pinned}"
+
+
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "arm": lambda row: row.label or row.arm,
     "axes": lambda row: row.axes or MISSING,
@@ -58,6 +62,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "peak GiB, first step": _first_peak,
     "peak GiB, steady": lambda row: _bytes(row.steady_peak_bytes),
     "pinned GiB": lambda row: _bytes(row.pinned_bytes),
+    "ranks remote": _ranks_remote,
     "RSS GiB": lambda row: _bytes(row.rss_bytes),
     "n": lambda row: str(row.launches),
     "status": lambda row: row.status,
@@ -67,7 +72,7 @@ SPREAD_COLUMNS = {"tok/s", "step s"}
 """On a terminal these show the spread below the median."""
 TIMES = ("arm", "axes", "tok/s", "step s", "x none", "exposed s", "n")
 FLOOR = ("arm", "axes", "exposed s", "floor s", "x floor")
-MEMORY = ("arm", "axes", "peak GiB, first step", "peak GiB, steady", "pinned GiB", "RSS GiB", "status")
+MEMORY = ("arm", "axes", "peak GiB, first step", "peak GiB, steady", "pinned GiB", "ranks remote", "RSS GiB", "status")
 """The tables that stand in for one where the terminal is too narrow for all columns."""
 
 
@@ -99,10 +104,11 @@ def to_table(groups: Sequence[Group], console: Console) -> None:
     for group in groups:
         for line in describe(group.caption):
             console.print(line, markup=False, highlight=False)
-        floors = any(row.floor_s is not None for row in group.rows)
-        tables = [_table(group, [name for name in COLUMNS if floors or "floor" not in name], ", ")]
+        empty = [name for name in ("floor s", "x floor", "ranks remote") if not _known(group, name)]
+        tables = [_table(group, [name for name in COLUMNS if name not in empty], ", ")]
         if _least_width(tables[0], console) > console.width:
-            tables = [_table(group, names, " ") for names in (TIMES, *([FLOOR] if floors else []), MEMORY)]
+            narrow = (TIMES, *([FLOOR] if "floor s" not in empty else []), MEMORY)
+            tables = [_table(group, [name for name in names if name not in empty], " ") for names in narrow]
         for table in tables:
             least = _least_width(table, console)
             table.width = least if least > console.width else None
@@ -110,6 +116,11 @@ def to_table(groups: Sequence[Group], console: Console) -> None:
         for line in remarks(group):
             console.print(line, markup=False, highlight=False)
         console.print()
+
+
+def _known(group: Group, column: str) -> bool:
+    """Whether any row of the group has a figure in that column."""
+    return any(COLUMNS[column](row) != MISSING for row in group.rows)
 
 
 def _least_width(table: Table, console: Console) -> int:
@@ -177,6 +188,8 @@ def figures(row: Row) -> dict[str, Any]:
         "first_step_peak_allocated_bytes": row.first_peak_bytes,
         "steady_peak_allocated_bytes": row.steady_peak_bytes,
         "pinned_bytes": row.pinned_bytes,
+        "ranks_remote": row.ranks_remote,
+        "ranks_pinned": row.ranks_pinned,
         "rss_bytes": row.rss_bytes,
         "launches": row.launches,
         "status": row.status,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,10 @@ from rich.console import Console
 
 from offbench.compare import compare
 from offbench.errors import UsageError
-from offbench.record import read_records
+from offbench.floor import of_launch
+from offbench.record import RunRecord, read_records
 from offbench.render import to_csv, to_json, to_markdown, to_table
+from offbench.topo import cache as topo_cache
 
 FORMATS = ("table", "md", "csv", "json")
 
@@ -30,7 +33,7 @@ def report(paths: Sequence[Path], form: str | None = None) -> None:
         print(f"warning: skipped {problem}", file=sys.stderr)
     if not found.records:
         raise UsageError(f"no records in {', '.join(map(str, paths))}; `offbench run` writes them")
-    groups = compare(found.records)
+    groups = compare(with_shared_links(record) for record in found.records)
     if form == "table":
         to_table(groups, Console())
     elif form == "md":
@@ -39,3 +42,19 @@ def report(paths: Sequence[Path], form: str | None = None) -> None:
         print(to_csv(groups), end="")
     else:
         print(to_json(groups, found.problems), end="")
+
+
+def with_shared_links(record: RunRecord) -> RunRecord:
+    """The record with the floor of what its ranks shared, where `offbench topo --measure` has found that out on its
+    machine since the launch, and keeps it on this host. It only ever raises a floor."""
+    name = str(record.env.get("machine"))
+    machine = topo_cache.kept(name) if re.fullmatch("[0-9a-f]{16}", name) else None
+    tree = topo_cache.launch_tree(machine, record.spec.mode.nproc) if machine is not None else None
+    if tree is None:
+        return record
+    floor, was = of_launch(record.moved, record.link, tree), record.floor
+    if floor.seconds is None or floor.seconds <= (was.seconds or 0.0):
+        return record
+    ends = was.pipeline_seconds - was.seconds if was.pipeline_seconds is not None and was.seconds is not None else None
+    floor.pipeline_seconds = floor.seconds + ends if ends is not None else None
+    return record.model_copy(update={"floor": floor})

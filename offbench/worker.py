@@ -41,10 +41,16 @@ def main() -> int:
     progress = Progress(out, local_rank)
     try:
         from offbench.config import RunSpec
-        from offbench.rank import run
+        from offbench.hardware import visible_gpus
+        from offbench.whereabouts import Whereabouts
 
         spec = RunSpec.model_validate_json(Path(os.environ["OFFBENCH_SPEC"]).read_text(encoding="utf-8"))
-        run(spec, local_rank, out, progress)
+        gpus, _ = visible_gpus(os.environ) if spec.mode.device == "cuda" else ((), None)
+        where = Whereabouts.take(local_rank, [gpu.bus_id for gpu in gpus[: spec.mode.nproc]], spec.arm.numa)
+
+        from offbench.rank import run  # and torch: the threads it starts inherit what was bound
+
+        run(spec, local_rank, out, progress, where)
     except BaseException as error:
         record_failure(out, local_rank, error, progress.phase)
         return 1

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbench.errors import UsageError
-from offbench.floor import Capacity, Flow, least_time, of_launch
-from offbench.machine_floor import BETWEEN, HIDDEN, floor_json, floors, measured_tree, path
+from offbench.floor import Capacity, Flow, least_time, of_launch, pipelined
+from offbench.machine_floor import BETWEEN, HIDDEN, UNPLACED, dram_floor, floor_json, floors, measured_tree, path
 from offbench.record import Link, Moved
 from offbench.topology.model import Evidence, Gpu, Group, Machine, Rate, Source
 from offbench.topology.model import Link as MachineLink
@@ -41,7 +41,7 @@ def seed(socket: bool = True, data_path: str = "pcie") -> Machine:
 
 
 def test_the_published_machine() -> None:
-    duplex, uplink, serial, line = floors(seed(), SEED, SEED)
+    duplex, uplink, serial, line, _ = floors(seed(), SEED, SEED)
     assert duplex.seconds == pytest.approx(1.466, abs=1e-3)
     assert duplex.bound_by is not None
     assert (duplex.bound_by.link, duplex.bound_by.direction) == ("socket0", "both")
@@ -65,7 +65,7 @@ def test_without_the_socket_limit_the_uplink_binds() -> None:
 
 
 def test_one_gpu_of_the_machine_is_bound_by_less() -> None:
-    duplex, _, serial, _ = floors(seed(), SEED, SEED, ranks=1)
+    duplex, _, serial, *_ = floors(seed(), SEED, SEED, ranks=1)
     assert duplex.seconds == pytest.approx(28.435 / 52)
     assert serial.seconds == pytest.approx(1.094, abs=1e-3)
 
@@ -97,6 +97,39 @@ def test_remote_ranks_use_the_other_memory() -> None:
     assert path(machine, machine.gpus[0], remote=True)[-2:] == (BETWEEN, "dram1")
 
 
+def test_every_rank_remote_is_shown_where_the_link_between_sockets_was_measured() -> None:
+    between = MachineLink("upi", "inter_socket", tuple(range(8)), rates(both=100))
+    found = floors(replace(seed(), links=(*seed().links, between)), SEED, SEED)
+    assert (found[-1].variant, found[-1].seconds) == ("remote 8", pytest.approx(8 * 2 * 28.435 / 100))
+    assert "remote" not in {floor.variant.split()[0] for floor in floors(seed(), SEED, SEED)}
+
+
+def test_the_ends_of_the_pipeline_of_the_published_machine() -> None:
+    chunk = SEED / 33
+    duplex, *_, pipeline = floors(seed(), SEED, SEED, chunk_bytes=chunk)
+    assert pipeline.variant == "pipeline"
+    assert pipeline.ends_s == pytest.approx(2 * 28.435 / 33 / 52), "in and out, each at the rate of one rank alone"
+    assert pipeline.seconds == pytest.approx((duplex.seconds or 0) + 0.033, abs=1e-3)
+    assert pipeline.bound_by == duplex.bound_by
+    whole = floors(seed(), SEED, SEED, ranks=1, chunk_bytes=100 * SEED)[-1]
+    assert whole.ends_s == pytest.approx(2 * 28.435 / 52), "no chunk is larger than what moves"
+    unknown = pipelined(least_time([], duplex.flows), [], chunk)
+    assert (unknown.seconds, unknown.ends_s) == (None, 0.0)
+
+
+def test_cpus_that_step_need_host_memory_as_well() -> None:
+    params = SEED / 8
+    rate = Rate("both", 250 * GIB, "assumed", "--dram")
+    found = dram_floor(seed(), SEED, SEED, params, rate, 8)
+    assert found.variant == "DRAM"
+    assert found.seconds == pytest.approx(4 * (2 * 28.435 + 16 * 28.435 / 8) / 250)
+    assert found.bound_by is not None
+    assert found.bound_by.link == "dram0"
+    lost = replace(seed().gpus[0], numa=Evidence(None, "none"))
+    nowhere = dram_floor(replace(seed(), gpus=(lost,)), SEED, SEED, params, rate, 1)
+    assert (nowhere.seconds, nowhere.missing) == (None, (UNPLACED,))
+
+
 def test_coherent_parts_do_not_cross_pcie() -> None:
     fast = MachineLink("c2c0", "c2c", (0,), rates(down=300))
     for data_path, expected in (("c2c", ("socket0", "c2c0")), ("pcie", ("gpu0", "uplink0", "socket0"))):
@@ -109,7 +142,7 @@ def test_sharing_that_cannot_be_seen_makes_a_floor_incomplete(groups: tuple[tupl
     links = tuple(MachineLink(f"gpu{i}", "gpu_link", (i,), rates("line rate", down=50, up=50)) for i in range(3))
     gpus = seed().gpus[:3]
     flat = Machine(Source("live"), gpus=gpus, links=links, groups=tuple(Group(g, "unverified") for g in groups))
-    duplex, uplink, *_, line = floors(flat, GIB, GIB)
+    duplex, uplink, _, line, _ = floors(flat, GIB, GIB)
     assert (duplex.missing, uplink.missing, line.missing) == ((HIDDEN,), (HIDDEN,), ())
     assert duplex.seconds == pytest.approx(1 / 50)
     proven = replace(flat, groups=tuple(Group((i,), "not_shared") for i in range(3)))
@@ -169,6 +202,9 @@ def test_a_launch_carries_the_floor_of_its_own_link() -> None:
     assert row.seconds == pytest.approx(2 * 28.435 / 90.4)
     assert row.bound_by == "gpu_link duplex"
     assert row.serial_seconds == pytest.approx(28.435 / 50.2 + 28.435 / 50.8)
+    assert row.pipeline_seconds is None, "no chunk was told"
+    chunked = of_launch(moved, link, chunk_bytes=GIB)
+    assert chunked.pipeline_seconds == pytest.approx((row.seconds or 0) + 1 / 50.2 + 1 / 50.8)
 
 
 def test_shared_links_raise_the_floor_of_a_launch() -> None:
@@ -246,6 +282,15 @@ def test_independent_halves_change_nothing(
     moved = [replace(flow, path=tuple(link * 2 for link in flow.path)) for flow in other_f]
     whole = seconds([*c, *theirs], [*f, *moved], s)
     assert whole == max(seconds(c, f, s), seconds(theirs, moved, s))
+
+
+@given(capacity_sets, flows_of_ranks, figure, figure)
+def test_the_ends_grow_with_the_chunk_and_never_make_a_floor_lower(
+    c: list[Capacity], f: list[Flow], chunk: float, more: float
+) -> None:
+    plain = least_time(c, f)
+    short, long = pipelined(plain, c, chunk), pipelined(plain, c, chunk + more)
+    assert (plain.seconds or 0.0) <= (short.seconds or 0.0) <= (long.seconds or 0.0)
 
 
 @given(capacity_sets, flows_of_ranks)

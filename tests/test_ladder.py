@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -18,9 +17,9 @@ from offbench.ladder.copy_window import IN_FLIGHT, Way, bytes_between, copy_byte
 from offbench.ladder.crew import PIECE_BYTES, ProcessCrew, region_bytes, remote_node, task_of, worker_env
 from offbench.ladder.findings import explain, layout, learn
 from offbench.ladder.plan import Layout, Outcome, Rung, Sample, climb, estimate_s, plan
-from offbench.ladder.worker import LinkHealth, elsewhere, serve
+from offbench.ladder.worker import LinkHealth, Reading, elsewhere, serve
 from offbench.machine_floor import floors
-from offbench.topology.model import Evidence, Gpu, Group, Link, Machine, Note, NumaNode, Pcie, Source
+from offbench.topology.model import Evidence, Gpu, Group, Link, Machine, Note, NumaNode, PageBytes, Pcie, Source
 from tests.hosts import NVMLError
 
 GIB = 2**30
@@ -182,6 +181,53 @@ def test_memory_on_the_other_socket_has_its_price() -> None:
     assert figures(free, "socket0 to others")["in"][1], "no loss: the link between the sockets carries this or more"
 
 
+def test_one_gpu_as_fast_to_either_socket_is_no_verdict_on_all_of_them() -> None:
+    alone = replace(machine([Group((0,), "not_shared")], gpus=2), gpus=machine(gpus=2).gpus[:1])
+    alone = replace(alone, links=tuple(link for link in alone.links if link.gpus == (0,)))
+    single = measured(alone, Fabric(((0,), 50, 88)))
+    assert figures(single, "socket0 to others") == {"in": (50.0, True), "out": (50.0, True), "both": (88.0, True)}
+    wide = measured(machine(PAIRS), Fabric(*cards(), *pairs(52, 104), remote=0.5))
+    ran = [row for row in wide.measurements if row.rung == "remote"]
+    assert {len(row.gpus) for row in ran} == {8}, "all at once: there the loss shows"
+    assert not any(at_least for _, at_least in figures(wide, "socket0 to others").values())
+
+
+def test_one_gpu_tries_the_memory_of_every_other_node() -> None:
+    nodes = tuple(NumaNode(i, "cpu", (i,), (i,), package=i // 2) for i in range(4))
+    of = replace(machine(PAIRS), nodes=nodes)
+    assert layout(of).nodes == (1, 2, 3)
+    rungs = [rung for rung in plan(layout(of), GIB) if rung.kind == "node"]
+    assert {rung.gpus for rung in rungs} == {(0,)}
+    assert [rung.buffers for rung in rungs] == [f"node {n}" for n in (1, 2, 3) for _ in range(3)]
+    found = measured(of, Fabric(*cards()))
+    assert [row.buffer_node for row in found.measurements if row.rung == "node"][::3] == ["1", "2", "3"]
+    assert figures(found, "gpu0")["in"] == (50.0, False), "far memory is not the rate of a link"
+    task = task_of(of, "cuda", GIB, PIECE_BYTES, True, layout(of).nodes)
+    assert task["gpus"]["0"]["others"] == [[1, [1]], [2, [2]], [3, [3]]]
+    assert task["gpus"]["1"]["others"] == []
+    assert region_bytes(80 * GIB, 8, remote=True, nodes=5) == GIB
+    unknown = replace(of, gpus=tuple(replace(gpu, numa=Evidence(None, "none")) for gpu in of.gpus))
+    assert layout(unknown).nodes == ()
+
+
+def test_a_later_and_slower_measurement_does_not_lower_what_was_seen() -> None:
+    first = measured(machine(PAIRS), Fabric(*cards(50, 88)))
+    again = measured(first, Fabric(*cards(45, 90)))
+    assert figures(again, "gpu0") == {"in": (50.0, False), "out": (50.0, False), "both": (90.0, False)}
+    assert len([rate for rate in again.link("gpu0").rates if rate.kind == "measured"]) == 3
+    bound = floors(again, GIB, GIB)[0].bound_by
+    assert bound is not None
+    assert bound.rate.bytes_s == pytest.approx(90 * GIB)
+
+
+def test_both_ways_keep_each_direction_too() -> None:
+    uneven = Outcome(Rung("alone", (0,), "both"), ((Sample(0, {"in": 11.0, "out": 25.0}, 1.0),),))
+    row = learn(machine(PAIRS), [uneven]).measurements[0]
+    assert (row.in_bytes_s, row.out_bytes_s, row.aggregate_bytes_s) == (11.0, 25.0, 36.0)
+    single = Outcome(Rung("alone", (0,), "in"), ((Sample(0, {"in": 26.0}, 1.0),),))
+    assert learn(machine(PAIRS), [single]).measurements[0].out_bytes_s is None
+
+
 def test_measurements_are_kept_with_their_spread() -> None:
     samples = [tuple(Sample(gpu, {"in": rate}, 1.0, None, 1) for gpu in (0, 1)) for rate in (10.0, 12.0, 11.0)]
     outcome = Outcome(Rung("group", (0, 1), "in"), tuple(samples))
@@ -233,6 +279,7 @@ def test_the_plan_measures_each_set_once_and_nested_groups_too() -> None:
     rungs = plan(nested, GIB)
     local = [(r.gpus, r.direction) for r in rungs if r.buffers == "local" and r.kind != "equal"]
     assert len(local) == len(set(local)) == 3 * 7
+    assert not [r for r in rungs if r.kind == "node"]
     assert [r.title for r in rungs if r.kind == "remote"] == [
         f"remote, GPUs 0,1,2,3, {d}" for d in ("in", "out", "both")
     ]
@@ -297,15 +344,19 @@ def order(**fields: Any) -> dict[str, Any]:
 
 def test_a_rung_is_served_from_its_start_and_the_link_is_read_under_load() -> None:
     pipe = Pipe({"in": 0.02, "out": 0.02})
-    replays = itertools.count(7)
-    found = serve(order(), pipe, lambda: ("Gen5 x16", next(replays)), pipe.clock, lambda s: None)
+    ask = iter([Reading("Gen5 x16", 7, 100, 900), Reading("Gen5 x16", 8), Reading("Gen5 x16", 9, 8100, 50)])
+    found = serve(order(), pipe, lambda: next(ask), pipe.clock, lambda s: None)
     assert found["nbytes"]["in"] == pytest.approx(5000, rel=0.02)
     assert (found["seconds"], found["link"], found["replays"]) == (1.0, "Gen5 x16", 2)
+    assert found["copied"]["in"] > found["nbytes"]["in"], "settling and the tail are copied as well"
+    assert found["counted"] == {"in": 8000, "out": None}, "a counter that went back counts nothing"
     pipe = Pipe({"in": 0.02, "out": 0.04})
     found = serve(order(ways=["in", "out"], each_way_bytes=1000), pipe, None, pipe.clock, lambda s: None)
     assert found["nbytes"] == {"in": 1000.0, "out": 1000.0}
     assert found["seconds"] == pytest.approx(0.4, abs=0.02), "until the slower direction is done"
     assert (found["link"], found["replays"]) == (None, None)
+    assert found["copied"] == {"in": 1000.0, "out": 1000.0}
+    assert found["counted"] == {"in": None, "out": None}
 
 
 def test_link_health_says_none_for_what_nvml_lacks() -> None:
@@ -320,10 +371,78 @@ def test_link_health_says_none_for_what_nvml_lacks() -> None:
         nvmlDeviceGetCurrPcieLinkWidth=lambda handle: 16,
         nvmlDeviceGetPcieReplayCounter=refuse,
     )
-    assert LinkHealth("0000:01:00.0", nvml).read() == ("Gen5 x16", None)
-    assert LinkHealth(None, nvml).read() == (None, None)
+    assert LinkHealth("0000:01:00.0", nvml).read() == ("Gen5 x16", None, None, None)
+    assert LinkHealth(None, nvml).read() == Reading()
+    nvml.nvmlDeviceGetFieldValues = lambda handle, fields: refuse(handle)
+    assert LinkHealth("0000:01:00.0", nvml).read().received_bytes is None
     nvml.nvmlInit = lambda: refuse(0)
-    assert LinkHealth("0000:01:00.0", nvml).read() == (None, None)
+    assert LinkHealth("0000:01:00.0", nvml).read() == Reading()
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "seen"),
+    [(2, 0, (198000, 197000)), (3, 0, (198000, 197000)), (1, 0, (None, None)), (3, 3, (None, None))],
+    ids=["unsigned long", "unsigned long long", "32 bits wrap", "not supported"],
+)
+def test_bytes_are_counted_by_the_gpu_in_both_directions(
+    kind: int, code: int, seen: tuple[int | None, int | None]
+) -> None:
+    def fields(handle: Any, ids: list[int]) -> list[Any]:
+        value = [SimpleNamespace(ullVal=field * 1000) for field in ids]
+        return [SimpleNamespace(nvmlReturn=code, valueType=kind, value=one) for one in value]
+
+    nvml = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByPciBusId=lambda bdf: bdf,
+        nvmlDeviceGetFieldValues=fields,
+    )
+    found = LinkHealth("0000:01:00.0", nvml).read()
+    assert (found.received_bytes, found.sent_bytes) == seen, "what a GPU receives came in"
+
+
+def counting(factor: float | None, placement: dict[str, int] | None = None) -> Outcome:
+    """Two repeats of one GPU that copied 100 GiB in, its counter off by a factor."""
+    seen = None if factor is None else factor * 100 * GIB
+    sample = Sample(0, {"in": 50.0 * GIB}, 1.0, copied={"in": 100.0 * GIB}, counted={"in": seen}, placement=placement)
+    return Outcome(Rung("alone", (0,), "in"), ((sample,), (sample,)))
+
+
+def test_counted_bytes_confirm_what_was_copied_or_are_shown() -> None:
+    of = machine(PAIRS)
+    kept = learn(of, [counting(1.125)])
+    assert kept.notes == (), "headers and requests are counted too"
+    assert (kept.measurements[0].bytes_copied, kept.measurements[0].bytes_counted) == (200 * GIB, 225 * GIB)
+    for factor, text in ((0.5, "saw 100.0 GiB in, 200.0 were copied"), (1.5, "saw 300.0 GiB in, 200.0")):
+        (note,) = learn(of, [counting(factor)]).notes
+        assert (note.code, text in note.text) == ("bytes-counted", True)
+    silent = learn(of, [counting(None)])
+    assert (silent.notes, silent.measurements[0].bytes_counted) == ((), None)
+    bare = [Outcome(Rung("alone", (0,), "in"), ((Sample(0, {"in": 1.0}, 1.0),),))]
+    assert learn(of, bare).measurements[0].bytes_copied is None
+
+
+def test_a_measurement_says_where_its_buffers_were() -> None:
+    place = {"local_bytes": 3, "same_socket_bytes": 0, "remote_bytes": 1, "unknown_bytes": 0}
+    samples = [replace(counting(None, place).repeats[0][0], gpu=gpu) for gpu in (0, 1)]
+    pair = Outcome(Rung("group", (0, 1), "in"), (tuple(samples),))
+    assert learn(machine(PAIRS), [pair]).measurements[0].placement == PageBytes(6, 0, 2, 0)
+    half = replace(pair, repeats=((samples[0], replace(samples[1], placement=None)),))
+    assert learn(machine(PAIRS), [half]).measurements[0].placement is None
+
+
+def test_buffers_that_missed_their_node_are_warned_about(tmp_path: Path) -> None:
+    crew = ProcessCrew(machine(PAIRS), tmp_path, {})
+    place = {"local_bytes": 1, "same_socket_bytes": 0, "remote_bytes": 3, "unknown_bytes": 0}
+
+    def ready(**places: dict[str, int] | None) -> list[str]:
+        crew.warnings.clear()
+        crew._note_start(machine(PAIRS).gpus[0], {"numa": "not applicable", "placement": places})
+        return list(crew.warnings)
+
+    assert ready(local=place) == ["GPU 0: only 25% of its local buffers are on its own NUMA node"]
+    assert ready(remote=place) == ["GPU 0: only 75% of its remote buffers are on the other NUMA node"]
+    assert ready(local=place | {"remote_bytes": 0, "unknown_bytes": 9}, remote=None) == [], "unknown is no verdict"
 
 
 def test_buffers_are_large_unless_memory_is_short() -> None:
@@ -367,14 +486,19 @@ def on_this_cpu(gpus: int = 2) -> Machine:
 
 
 def test_two_processes_copy_at_the_same_time(tmp_path: Path) -> None:
-    of = on_this_cpu()
-    with ProcessCrew(of, tmp_path, task_of(of, "cpu", 1 << 22, 1 << 20, remote=False)) as crew:
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    of = replace(on_this_cpu(), nodes=(NumaNode(0, "cpu", cpus, cpus),))
+    with ProcessCrew(of, tmp_path, task_of(of, "cpu", 1 << 22, 1 << 20, remote=False, nodes=[0])) as crew:
         pids = [json.loads((tmp_path / f"ready-{gpu}.json").read_text())["pid"] for gpu in (0, 1)]
         both = crew.run(Rung("all", (0, 1), "both", window_s=0.2))
         one = crew.run(Rung("alone", (1,), "in", window_s=0.2))
         equal = crew.run(Rung("equal", (0, 1), "both", each_way_bytes=10_000_000))
+        near = crew.run(Rung("node", (0,), "out", "node 0", window_s=0.2))
         assert crew.warnings == []
     assert [sample.gpu for sample in both] == [0, 1]
+    assert both[0].copied["in"] >= both[0].nbytes["in"]
+    assert sum((both[0].placement or {}).values()) == 2 << 22, "both of its buffers"
+    assert near[0].nbytes["out"] > 0
     assert [sample.gpu for sample in one] == [1]
     assert all(set(sample.nbytes) == {"in", "out"} and sample.rate > 0 for sample in both)
     assert set(one[0].nbytes) == {"in"}

@@ -54,6 +54,13 @@ def test_every_check_of_a_launch_holds(records: dict[str, dict[str, Any]]) -> No
         assert record["status"] == "ok"
         assert set(record["checks"].values()) == {"ok"}
         assert record["host"]["numa"] == "not applicable"
+        assert [(row["rank"], row["numa"]) for row in record["ranks"]] == [
+            (0, "not applicable"),
+            (1, "not applicable"),
+        ]
+        assert {row["local_bytes"] for row in record["ranks"]} == {None}, "no GPU to be near to"
+        assert record["env"]["affinity_joined"] == record["env"]["affinity_after"] == record["env"]["affinity"]
+        assert not any("rank" in warning for warning in record["warnings"])
         assert len(record["steps"]) == 2
         assert record["tok_s"] * record["step_s"] == pytest.approx(record["tokens_per_step"])
         assert record["env"]["torch"]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from offbench.placement import (
     Placement,
+    abilities,
     affinity,
     bind,
-    bytes_by_node,
     format_cpulist,
     gpu_node,
     parse_cpulist,
@@ -140,10 +140,16 @@ def test_unknown_node_is_refused_and_never_node_0(tmp_path: Path) -> None:
     guest.device(GPU, "", numa_node="-1", local_cpulist="0-7")
     guest.process("0-7", "0-1")
     placement = guest.bind()
-    assert placement.describe() == f"refused: the kernel does not say on which NUMA node GPU {GPU} is"
+    assert placement.describe() == f"refused: no source says on which NUMA node GPU {GPU} is"
     assert placement.node is None
     assert guest.bind("0000:99:00.0").status == "refused", "no such device"
     assert guest.bound == []
+
+
+def test_a_node_the_caller_knows_stands_in_for_the_kernels(machine: Machine) -> None:
+    machine.device("0000:2a:00.0", "", numa_node="-1", local_cpulist="0-7")
+    known = bind("0000:2a:00.0", machine.sysfs, machine.proc, machine.set_affinity, machine.prefer, node=0)
+    assert known.cpus == (0, 1, 2, 3)
 
 
 def test_the_nearest_bridge_or_the_local_cpus_tell_the_node(machine: Machine) -> None:
@@ -202,18 +208,6 @@ def test_strayed_threads_are_found(machine: Machine) -> None:
     (machine.proc / "self/task/9").mkdir()
     assert strayed_threads([4, 5, 6, 7], machine.proc) == [7]
     assert strayed_threads(range(8), machine.proc) == []
-
-
-def test_pages_are_counted_by_their_size(machine: Machine) -> None:
-    assert bytes_by_node(machine.proc) is None
-    machine.write(
-        "proc/self/numa_maps",
-        "7f00 default file=/lib/libc.so mapped=9 N0=9 kernelpagesize_kB=4\n"
-        "7f10 prefer:1 anon=12 dirty=12 N0=2 N1=10 kernelpagesize_kB=4\n"
-        "7f20 default anon=3 N1=3 kernelpagesize_kB=2048\n"
-        "7f30 default file=/dev/nvidia0",
-    )
-    assert bytes_by_node(machine.proc) == {0: 11 * 4096, 1: 10 * 4096 + 3 * (2 << 20)}
 
 
 def test_affinity_is_read_back_sorted() -> None:
@@ -301,3 +295,17 @@ def test_addresses_join_across_tools() -> None:
     assert sysfs_address("00010000:E1:00.0") == "10000:e1:00.0"
     with pytest.raises(ValueError, match="is no PCI address like"):
         sysfs_address("GPU-1234")
+
+
+def test_what_a_process_may_do_is_tried_and_leaves_no_trace() -> None:
+    before = affinity()
+    able = abilities()
+    assert able["setaffinity"] is True
+    assert able["set_mempolicy"] == (prefer_in_child() is None)
+    assert affinity() == before
+
+
+def prefer_in_child() -> str | None:
+    code = "from offbench.placement import prefer_node; print(prefer_node(0) or '')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip() or None

@@ -15,7 +15,7 @@ from offbench.config import GIB, Mode, RunSpec, Workload
 from offbench.errors import UsageError
 from offbench.naming import arm_name, describe
 from offbench.record import RunRecord
-from offbench.render import headers, to_csv, to_json, to_markdown, to_table
+from offbench.render import cells, figures, headers, to_csv, to_json, to_markdown, to_table
 from offbench.report import report
 from offbench.verdict import verdicts
 
@@ -202,14 +202,52 @@ def test_markdown_marks_what_is_modelled_and_missing() -> None:
     lines = text.splitlines()
     assert lines[0] == "1 x NVIDIA H200; Test CPU, 16 CPUs  "
     assert "| tok/s, modelled |" in text
-    assert "| none | - | 65536 | 2.000 | 1.00 | 0.000 | - | - | 60.0 | 50.0 | - | - | 1 | ok |" in lines
-    assert "| main | - | - | - | - | - | - | - | - | - | - | - | 0 | oom |" in lines
+    assert "| none | - | 65536 | 2.000 | 1.00 | 0.000 | - | - | 60.0 | 50.0 | - | - | - | 1 | ok |" in lines
+    assert "| main | - | - | - | - | - | - | - | - | - | - | - | - | 0 | oom |" in lines
     assert "tok/s, modelled" not in headers(only([record(spec(world=8, nproc=8))]))
+
+
+def placed(*ranks: tuple[int | None, ...]) -> list[dict[str, Any]]:
+    names = ("local_bytes", "same_socket_bytes", "remote_bytes", "unknown_bytes")
+    return [{"rank": i, **dict(zip(names, rank, strict=True))} for i, rank in enumerate(ranks)]
+
+
+NEAR, SAME, FAR, LOST = (100, 0, 0, 0), (0, 100, 0, 0), (50, 0, 50, 0), (0, 0, 0, 100)
+
+
+@pytest.mark.parametrize(
+    ("launches", "shown"),
+    [
+        ([placed(NEAR, NEAR)], "0/2"),
+        ([placed(NEAR, FAR)], "1/2"),
+        ([placed(NEAR, SAME)], "0/2"),
+        ([placed(NEAR, NEAR), placed(FAR, FAR)], "2/2"),
+        ([placed(NEAR, (1000, 0, 9, 0))], "0/2"),
+        ([placed(NEAR, LOST)], "-"),
+        ([placed((0, 0, 50, 50), NEAR)], "1/2"),
+        ([placed(NEAR, (None,) * 4)], "-"),
+        ([placed(NEAR, NEAR), []], "-"),
+        ([[]], "-"),
+    ],
+    ids=[
+        *("none", "one", "another node of its socket is not remote", "the worst launch", "below 1 %", "unknown"),
+        *("half known to be remote", "nothing pinned", "a launch that did not look", "an older record"),
+    ],
+)
+def test_ranks_with_memory_on_another_socket_are_counted(launches: list[list[dict[str, Any]]], shown: str) -> None:
+    group = only([record(spec("main"), launch=i, ranks=ranks) for i, ranks in enumerate(launches, 1)])
+    line = dict(zip(headers(group), cells(group)[0], strict=True))
+    assert line["ranks remote"] == shown
+    found = figures(group.rows[0])
+    assert (found["ranks_remote"] is None) == (shown == "-")
+    out = io.StringIO()
+    to_table([group], Console(file=out, width=200))
+    assert ("remote" in out.getvalue()) == (shown != "-"), "a terminal has no room for a column without a figure"
 
 
 def test_a_whole_run_peak_is_marked() -> None:
     text = to_markdown(compare(seed.published(seed.TABLE_A)))
-    assert "| none | - | 57800 | 2.260 | 1.00 | 0.000 | - | - | 81.3* | - | - | 41.0 | 1 | ok |" in text
+    assert "| none | - | 57800 | 2.260 | 1.00 | 0.000 | - | - | 81.3* | - | - | - | 41.0 | 1 | ok |" in text
     assert "- * over the whole run, first step included" in text
 
 

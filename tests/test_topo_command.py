@@ -13,12 +13,14 @@ import pytest
 from rich.console import Console
 
 from offbench.cli import main
+from offbench.config import Mode, RunSpec
 from offbench.errors import UsageError
 from offbench.floor import of_launch
 from offbench.ladder.plan import Outcome, Rung, climb
 from offbench.machine_floor import floors
 from offbench.record import Link as LinkRates
-from offbench.record import Moved
+from offbench.record import Moved, RunRecord
+from offbench.report import with_shared_links
 from offbench.topo import cache as topo_cache
 from offbench.topo.command import TopoOptions, topo_command
 from offbench.topo.text import disagreement, floor_lines, measurement_lines
@@ -61,6 +63,8 @@ def test_the_shipped_machine_prints_the_published_floors(capsys: pytest.CaptureF
     assert "  uplink only   1.09   uplink A, in, 4 alike            52.0 measured     26.0" in lines
     assert "  serial        2.18   uplink A, in turn, 4 alike       52.0 measured     13.0" in lines
     assert "  link rate    0.968   uplink A, in, 4 alike            58.7 line rate    29.3" in lines
+    assert "  pipeline      1.50   socket 0, both, 2 alike          155.0 measured    18.9" in lines
+    assert "                       0.038 s of it: first chunk in, last one out" in lines
     assert max(map(len, lines)) <= 81
 
 
@@ -72,7 +76,18 @@ def test_a_model_says_how_much_moves(capsys: pytest.CaptureFixture[str]) -> None
     assert duplex["seconds"] == pytest.approx(1.4676, abs=1e-3)
     assert duplex["bound_by"] == {"link": "socket0", "direction": "both"}
     assert (duplex["complete"], duplex["ranks"]) == (True, 8)
-    assert {floor["variant"] for floor in found["floors"]} == {"duplex", "uplink only", "serial", "link rate"}
+    variants = [floor["variant"] for floor in found["floors"]]
+    assert variants == ["duplex", "uplink only", "serial", "link rate", "pipeline"]
+    assert [floor["ends_s"] for floor in found["floors"]] == [0, 0, 0, 0, pytest.approx(2 / 52)]
+
+
+def test_memory_of_the_host_has_a_floor_where_cpus_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topo", "--from", "seed-8xh200", "--bytes", "28.4GiB", "--dram", "250GiB/s"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  DRAM          1.82   memory of node 0, both, 2 alike  250.0 assumed" in lines
+    short = ["topo", "--from", "seed-8xh200", "--bytes", "28.4GiB", "--world", "5", "--dram", "250GiB/s"]
+    assert main(short) == 0
+    assert "slack: memory 75%" in capsys.readouterr().out, "one rank's against four ranks' node"
 
 
 @pytest.mark.parametrize(
@@ -83,6 +98,8 @@ def test_a_model_says_how_much_moves(capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "nothing"], "unknown model nothing"),
         (["--world", "8"], "--world changes a floor"),
         (["--remote", "1"], "--remote changes a floor"),
+        (["--dram", "300GiB/s"], "--dram adds a floor"),
+        (["--from", "seed-8xh200", "--bytes", "1GiB", "--dram", "fast"], "--dram fast: not a rate"),
         (["--from", "seed-8xh200", "--bytes", "1GiB", "--remote", "9"], "only 8 ranks"),
         (["--from", "seed-8xh200", "--measure"], "leave out --from"),
         (["--from", "sead-8xh200"], "did you mean seed-8xh200"),
@@ -167,6 +184,7 @@ def test_json_while_measuring_is_one_object(capsys: pytest.CaptureFixture[str]) 
         "socket",
         "all",
         "remote",
+        "node",
         "matrix",
         "equal",
     }
@@ -213,23 +231,49 @@ def test_a_launch_uses_what_was_measured_of_the_shared_links(cache: Path) -> Non
 
 @pytest.mark.parametrize("mode", [{"device": "cpu"}, {"nproc": 1}, {"emulate_link": 38.8 * GIB}])
 def test_launches_that_share_no_real_link_look_nothing_up(mode: dict[str, Any]) -> None:
-    from offbench.config import Mode, RunSpec
-    from offbench.rank_report import shared_links
+    from offbench.rank_report import shared_machine
 
-    assert shared_links(RunSpec(mode=Mode.model_validate(mode))) is None
+    assert shared_machine(RunSpec(mode=Mode.model_validate(mode))) is None
 
 
 def test_a_launch_on_several_gpus_looks_its_machine_up(monkeypatch: pytest.MonkeyPatch) -> None:
     from offbench import rank_report
-    from offbench.config import RunSpec
 
     of = machine(PAIRS)
     shown(TopoOptions(measure=True), of, measure=fabric(SEED))
     monkeypatch.setattr(rank_report, "detect", lambda: of)
-    tree = rank_report.shared_links(RunSpec())
+    found = rank_report.shared_machine(RunSpec())
+    assert found is not None
+    assert topo_cache.identity(found) == topo_cache.identity(of), "what was measured does not change who it is"
+    tree = topo_cache.launch_tree(found, 8)
     assert tree is not None
     assert set(tree[1]) == set(range(8))
     assert "socket0" in tree[1][0]
+
+
+def test_a_report_counts_links_that_were_measured_after_the_launch() -> None:
+    of = machine(PAIRS)
+    rates = LinkRates(in_bytes_per_s=50 * GIB, out_bytes_per_s=50 * GIB, both_bytes_per_s=88 * GIB)
+    moved = Moved(in_bytes_per_step=28.4 * GIB, out_bytes_per_step=28.4 * GIB)
+    row = RunRecord(
+        run_id="x",
+        status="ok",
+        spec=RunSpec(mode=Mode(nproc=8)),
+        moved=moved,
+        link=rates,
+        floor=of_launch(moved, rates, chunk_bytes=GIB),
+        env={"machine": topo_cache.identity(of)},
+    )
+    assert with_shared_links(row) == row, "nothing was measured yet"
+    shown(TopoOptions(measure=True), of, measure=fabric(SEED))
+    found = with_shared_links(row).floor
+    assert (found.seconds, found.bound_by) == (pytest.approx(8 * 28.4 / 155), "socket0 duplex")
+    assert found.pipeline_seconds == pytest.approx(8 * 28.4 / 155 + 2 / 50)
+    for name in (None, "0" * 16, "../" + topo_cache.identity(of)):
+        stranger = row.model_copy(update={"env": {"machine": name}})
+        assert with_shared_links(stranger) == stranger
+    slow = row.model_copy(update={"floor": row.floor.model_copy(update={"seconds": 9.0})})
+    assert with_shared_links(slow) == slow, "a floor is never lowered"
 
 
 def test_the_workload_and_the_formula_may_differ() -> None:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from offbench.errors import OffbenchError
 from offbench.failure import write_json
 from offbench.ladder.plan import SETTLE_S, Rung, Sample
-from offbench.topology.model import Gpu, Machine, NumaNode
+from offbench.topology.model import Gpu, Machine, NumaNode, PageBytes
 
 REGION_BYTES = 2 << 30
 """Host memory per direction and GPU: a smaller region is copied faster than a long stream ever is (caches)."""
@@ -26,12 +26,13 @@ START_TIMEOUT_S = 300.0
 RUNG_TIMEOUT_S = 120.0
 
 
-def region_bytes(available: int, gpus: int, remote: bool, piece_bytes: int = PIECE_BYTES) -> int:
+def region_bytes(available: int, gpus: int, remote: bool, piece_bytes: int = PIECE_BYTES, nodes: int = 0) -> int:
     """Bytes per direction and GPU: 2 GiB, or less where the buffers would take over half of the available memory.
 
-    Always whole pieces. Raises OffbenchError when not even one piece fits.
+    nodes: how many nodes one GPU has buffers on, beside its own. Always whole pieces. Raises OffbenchError when not
+    even one piece fits.
     """
-    buffers = gpus * (4 if remote else 2)
+    buffers = gpus * (4 if remote else 2) + 2 * max(0, nodes - 1)
     size = min(REGION_BYTES, available // 2 // buffers) // piece_bytes * piece_bytes
     if size < piece_bytes:
         raise OffbenchError(
@@ -47,8 +48,12 @@ def remote_node(machine: Machine, gpu: Gpu) -> NumaNode | None:
     return min(usable, key=lambda node: (node.package == gpu.package, node.id), default=None)
 
 
-def task_of(machine: Machine, device: Literal["cuda", "cpu"], region: int, piece: int, remote: bool) -> dict[str, Any]:
-    """What the processes must know, as they read it from task.json."""
+def task_of(
+    machine: Machine, device: Literal["cuda", "cpu"], region: int, piece: int, remote: bool, nodes: Sequence[int] = ()
+) -> dict[str, Any]:
+    """What the processes must know, as they read it from task.json. nodes: those of the `node` rungs of the first
+    GPU."""
+    cpus = {node.id: list(node.cpus_allowed) for node in machine.nodes}
     gpus = {}
     for gpu in machine.gpus:
         other = remote_node(machine, gpu) if remote else None
@@ -58,6 +63,7 @@ def task_of(machine: Machine, device: Literal["cuda", "cpu"], region: int, piece
             "node": gpu.numa.value,
             "remote_node": other.id if other else None,
             "remote_cpus": list(other.cpus_allowed) if other else [],
+            "others": [[node, cpus[node]] for node in nodes] if gpu is machine.gpus[0] else [],
         }
     return {"device": device, "region_bytes": region, "piece_bytes": piece, "gpus": gpus}
 
@@ -146,9 +152,15 @@ class ProcessCrew:
     def _note_start(self, gpu: Gpu, ready: dict[str, Any]) -> None:
         if ready["numa"].startswith("refused"):
             self.warnings.append(f"GPU {gpu.index}: not bound to its NUMA node ({ready['numa'].partition(': ')[2]})")
-        share = ready["remote_share"]
-        if share is not None and share < 0.99:
-            self.warnings.append(f"GPU {gpu.index}: only {share:.0%} of its remote buffers are on the other node")
+        for buffers in ("local", "remote"):
+            place = ready["placement"].get(buffers)
+            found = PageBytes() if place is None else PageBytes(**place)
+            seen = found.total - found.unknown_bytes
+            there = found.local_bytes if buffers == "local" else seen - found.local_bytes
+            if seen and there < 0.99 * seen:
+                where = "its own" if buffers == "local" else "the other"
+                text = f"GPU {gpu.index}: only {there / seen:.0%} of its {buffers} buffers are on {where} NUMA node"
+                self.warnings.append(text)
 
     def _end(self) -> None:
         (self._folder / "stop").touch()

@@ -42,13 +42,15 @@ def layout(machine: Machine) -> Layout:
     mine = {gpu.index for gpu in gpus}
     packages = {gpu.package for gpu in gpus if gpu.package is not None}
     memory_nodes = [node for node in machine.nodes if node.kind == "cpu" and node.cpus_allowed]
+    remote = len(memory_nodes) > 1 and all(gpu.numa.value is not None for gpu in gpus)
     shared = {tuple(sorted(mine & set(group.gpus))) for group in machine.groups if group.sharing != "not_shared"}
     return Layout(
         gpus=tuple(gpu.index for gpu in gpus),
         groups=tuple(sorted((found for found in shared if len(found) > 1), key=lambda found: (len(found), found))),
         sockets=tuple(tuple(g.index for g in gpus if g.package == package) for package in sorted(packages)),
         hidden=len(gpus) > 2 and any(group.sharing == "unverified" for group in machine.groups),
-        remote=len(memory_nodes) > 1 and all(gpu.numa.value is not None for gpu in gpus),
+        remote=remote,
+        nodes=tuple(node.id for node in memory_nodes if node.id != gpus[0].numa.value) if remote and gpus else (),
     )
 
 
@@ -170,7 +172,7 @@ def _clusters(pairs: Iterable[tuple[int, ...]]) -> list[set[int]]:
 
 
 def _with_rates(link: Link, rates: Rates, groups: Sequence[Group]) -> Link:
-    """The link with what was measured for exactly its GPUs; a new figure replaces an older measured one."""
+    """The link with what was measured for exactly its GPUs; of a new and an older figure the better one stays."""
     below = _below(link, groups)
     if below is None:
         return link
@@ -182,12 +184,16 @@ def _with_rates(link: Link, rates: Rates, groups: Sequence[Group]) -> Link:
         parts = [rates.get((part, direction)) for part in below]
         loose = bool(parts) and (None in parts or aggregate >= BINDS * sum(part or 0 for part in parts))
         new.append(Rate(direction, aggregate, "measured", HERE, at_least=loose))
-    return replace(link, rates=(*new, *_older(link, new)))
+    return _raised(link, new)
 
 
-def _older(link: Link, new: Sequence[Rate]) -> list[Rate]:
-    fresh = {rate.direction for rate in new}
-    return [rate for rate in link.rates if rate.kind != "measured" or rate.direction not in fresh]
+def _raised(link: Link, new: Sequence[Rate]) -> Link:
+    """The link with the best measured rate of each direction: what was seen once the link can carry."""
+    best = {rate.direction: rate for rate in new}
+    for old in (rate for rate in link.rates if rate.kind == "measured"):
+        if old.direction not in best or old.bytes_s > best[old.direction].bytes_s:
+            best[old.direction] = old
+    return replace(link, rates=(*best.values(), *(rate for rate in link.rates if rate.kind != "measured")))
 
 
 def _below(link: Link, groups: Sequence[Group]) -> list[Set] | None:
@@ -217,7 +223,7 @@ def _with_remote(link: Link, outcomes: Sequence[Outcome]) -> Link:
         local = near.get((far.rung.gpus, far.rung.direction), {})
         loose = mine >= BINDS * sum(local.get(gpu, 0.0) for gpu in link.gpus)
         new.append(Rate(far.rung.direction, mine, "measured", HERE, at_least=loose))
-    return replace(link, rates=(*new, *_older(link, new)))
+    return _raised(link, new)
 
 
 def _measurement(outcome: Outcome) -> Measurement:
@@ -231,8 +237,13 @@ def _measurement(outcome: Outcome) -> Measurement:
         seconds=outcome.seconds,
         repeats=len(outcome.repeats),
         spread=outcome.spread if len(outcome.repeats) > 1 else None,
-        buffer_node="own" if rung.buffers == "local" else "other",
+        buffer_node={"local": "own", "remote": "other"}.get(rung.buffers, rung.buffers.removeprefix("node ")),
+        in_bytes_s=outcome.way("in") if rung.direction != "out" else None,
+        out_bytes_s=outcome.way("out") if rung.direction != "in" else None,
         replays=outcome.replays,
+        placement=outcome.placement,
+        bytes_copied=outcome.copied,
+        bytes_counted=outcome.counted,
     )
 
 

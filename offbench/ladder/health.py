@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from offbench.ladder.copy_window import Way
 from offbench.ladder.plan import BINDS, DIRECTIONS, Outcome, Rates, Sample, Set
 from offbench.topology.capacity import generation, gt_of_generation, line_rate
 from offbench.topology.model import Gpu, Machine, Note
@@ -15,6 +16,8 @@ from offbench.units import gib
 
 LAGS = 0.8
 """A GPU below this share of the median GPU is worth a warning."""
+COUNTS = (0.95, 1.3)
+"""PCIe bytes counted over bytes copied: headers and read requests may add up to a quarter, nothing takes away."""
 IDLE_READINGS = ("idle-link",)
 """Notes about links read while nothing ran; readings under load replace them."""
 
@@ -33,7 +36,13 @@ def notes_after(machine: Machine, outcomes: Sequence[Outcome], rates: Rates) -> 
     loaded = [under_load(gpu, outcomes) for gpu in machine.gpus]
     answered = IDLE_READINGS if any(new != old for new, old in zip(loaded, machine.gpus, strict=True)) else ()
     kept = [note for note in machine.notes if note.code not in answered]
-    found = [*_slow(machine, rates), *_narrow(loaded), *_unhealthy(outcomes), *_host_limit(machine, rates)]
+    found = [
+        *_slow(machine, rates),
+        *_narrow(loaded),
+        *_unhealthy(outcomes),
+        *_miscounted(outcomes),
+        *_host_limit(machine, rates),
+    ]
     return (*kept, *found)
 
 
@@ -81,6 +90,21 @@ def _unhealthy(outcomes: Sequence[Outcome]) -> Iterator[Note]:
         if len(seen) > 1:
             text = f"GPU {gpu}: its PCIe link changed under load ({', '.join(sorted(seen))})"
             yield Note("warning", "link-flaps", text, "check the slot and the power management of the link")
+
+
+def _miscounted(outcomes: Sequence[Outcome]) -> Iterator[Note]:
+    """Bytes copied that the PCIe counters do not confirm."""
+    totals: dict[tuple[int, Way], list[float]] = {}
+    for sample in _samples(outcomes):
+        for way, copied in sample.copied.items():
+            if copied and (counted := sample.counted.get(way)) is not None:
+                total = totals.setdefault((sample.gpu, way), [0.0, 0.0])
+                total[0], total[1] = total[0] + counted, total[1] + copied
+    for (gpu, way), (counted, copied) in totals.items():
+        if not COUNTS[0] <= counted / copied <= COUNTS[1]:
+            text = f"GPU {gpu}: its PCIe counter saw {gib(counted)} GiB {way}, {gib(copied)} were copied"
+            todo = "look for other users of the GPU; a counter that wraps counts less"
+            yield Note("warning", "bytes-counted", text, todo)
 
 
 def _host_limit(machine: Machine, rates: Rates) -> Iterator[Note]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal, Protocol
 
-from offbench.topology.model import Direction
+from offbench.topology.model import Direction, PageBytes
 
-Kind = Literal["alone", "group", "socket", "all", "remote", "matrix", "equal"]
-Buffers = Literal["local", "remote"]
+Kind = Literal["alone", "group", "socket", "all", "remote", "node", "matrix", "equal"]
 
 Set = frozenset[int]
 Rates = dict[tuple[Set, Direction], float]
@@ -41,6 +40,7 @@ ANSWERS: dict[Kind, str] = {
     "socket": "what one socket carries",
     "all": "what the host carries",
     "remote": "the price of memory on the other socket",
+    "node": "what each node's memory is to one GPU",
     "matrix": "groups that the tree does not show",
     "equal": "the workload itself: equal bytes both ways",
 }
@@ -53,7 +53,8 @@ class Rung:
     kind: Kind
     gpus: tuple[int, ...]
     direction: Direction
-    buffers: Buffers = "local"
+    buffers: str = "local"
+    """Which host memory: `local`, `remote` (another socket), or `node K`."""
     window_s: float = WINDOW_S
     repeats: int = REPEATS
     each_way_bytes: int | None = None
@@ -78,6 +79,8 @@ class Layout:
     """Whether the tree may hide sharing: then every pair is tried."""
     remote: bool = False
     """Whether there is another NUMA node to place buffers on."""
+    nodes: tuple[int, ...] = ()
+    """Nodes other than the first GPU's own whose memory that one is to copy to, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,12 @@ class Sample:
     """PCIe link read while copying, as `Gen5 x16`."""
     replays: int | None = None
     """PCIe replays counted during the repeat; None where there is no counter."""
+    copied: Mapping[Literal["in", "out"], float] = field(default_factory=dict)
+    """Bytes of the whole repeat, window or not."""
+    counted: Mapping[Literal["in", "out"], float | None] = field(default_factory=dict)
+    """The same by the GPU's PCIe byte counters; None where there is none."""
+    placement: Mapping[str, int] | None = None
+    """Fields of PageBytes for the buffers; None where they were not looked at."""
 
     @property
     def rate(self) -> float:
@@ -143,6 +152,23 @@ class Outcome:
         counts = [s.replays for samples in self.repeats for s in samples if s.replays is not None]
         return sum(counts) if counts else None
 
+    @property
+    def copied(self) -> float | None:
+        """Bytes of all repeats; None where nobody noted them."""
+        return sum(b for samples in self.repeats for s in samples for b in s.copied.values()) or None
+
+    @property
+    def counted(self) -> float | None:
+        """The same by PCIe byte counters; None where some GPU has none."""
+        found = [s.counted.get(way) for samples in self.repeats for s in samples for way in s.copied]
+        return sum(c for c in found if c is not None) if found and None not in found else None
+
+    @property
+    def placement(self) -> PageBytes | None:
+        """Where the buffers of its GPUs are; None where some were not looked at."""
+        found = [None if s.placement is None else PageBytes(**s.placement) for s in self.repeats[0]]
+        return None if None in found else sum((p for p in found if p is not None), PageBytes())
+
     def way(self, direction: Literal["in", "out"]) -> float:
         """Median aggregate of one direction alone, bytes/s; in a both-ways rung its share."""
         totals = [sum(s.nbytes.get(direction, 0.0) / s.seconds for s in samples) for samples in self.repeats]
@@ -165,6 +191,7 @@ def plan(layout: Layout, each_way_bytes: int) -> list[Rung]:
                 rungs += [Rung(kind, gpus, direction) for direction in DIRECTIONS]
     if layout.remote:
         rungs += [Rung("remote", layout.gpus, direction, "remote") for direction in DIRECTIONS]
+    rungs += [Rung("node", layout.gpus[:1], d, f"node {node}", repeats=1) for node in layout.nodes for d in DIRECTIONS]
     if layout.hidden:
         ways: tuple[Direction, ...] = ("in", "both")
         rungs += [

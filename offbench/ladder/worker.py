@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from offbench import placement
+from offbench import pages, placement
 from offbench.failure import die_with_parent, write_json
 from offbench.ladder.copy_window import IN_FLIGHT, Copier, Way, bytes_between, copy_bytes, copy_for
 from offbench.ladder.plan import SETTLE_S
+from offbench.topology import sysfs as kernel
 
 LOOK_EVERY_S = 1e-3
+_SENT, _RECEIVED = 197, 198  # NVML_FI_DEV_PCIE_COUNT_TX_BYTES and _RX_BYTES
+_WIDE = (2, 3)  # NVML_VALUE_TYPE_UNSIGNED_LONG and _LONG_LONG
 TAIL_S = 0.05
 """Copies go on this long after the window, so that no GPU of the rung ends it early."""
 
@@ -31,10 +34,13 @@ def main(folder: Path, gpu: str) -> None:
     die_with_parent()
     task = json.loads((folder / "task.json").read_text())
     mine = task["gpus"][gpu]
-    bound = placement.bind(mine["bdf"])
-    copiers, remote_share = prepare(task, mine)
+    bound = placement.bind(mine["bdf"], node=mine["node"])
+    copiers = prepare(task, mine)
+    nodes = kernel.read_nodes(placement.SYSFS, placement.PROC)
+    found = {name: pages.look(copier.ranges, mine["node"], nodes) for name, copier in copiers.items()}
+    places = {name: None if place is None else vars(place) for name, place in found.items()}
     health = LinkHealth(mine["bdf"]) if task["device"] == "cuda" else None
-    ready = {"pid": os.getpid(), "numa": bound.describe(), "remote_share": remote_share}
+    ready = {"pid": os.getpid(), "numa": bound.describe(), "placement": places}
     write_json(folder / f"ready-{gpu}.json", ready)
     number = 0
     while not (folder / "stop").exists():
@@ -44,22 +50,22 @@ def main(folder: Path, gpu: str) -> None:
             continue
         rung = json.loads(path.read_text())
         if int(gpu) in rung["gpus"]:
-            found = serve(rung, copiers[rung["buffers"]], health.read if health else None)
-            write_json(folder / f"done-{number}-{gpu}.json", found)
+            served = serve(rung, copiers[rung["buffers"]], health.read if health else None)
+            write_json(folder / f"done-{number}-{gpu}.json", served | {"placement": places[rung["buffers"]]})
         number += 1
 
 
 def serve(
     rung: dict[str, Any],
     copier: Copier,
-    health: Callable[[], tuple[str | None, int | None]] | None,
+    health: Callable[[], Reading] | None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
     """One repeat of a rung: wait for its start, copy, say what arrived, in how long, over which link."""
     ways: list[Way] = rung["ways"]
-    before = health()[1] if health else None
-    seen: list[tuple[str | None, int | None]] = []
+    before = health() if health else Reading()
+    seen: list[Reading] = []
 
     def look() -> None:
         if health:
@@ -77,14 +83,27 @@ def serve(
         arrivals = copy_bytes(copier, ways, rung["each_way_bytes"], clock, look)
         nbytes = {way: float(len(arrivals[way]) * copier.piece_bytes) for way in ways}
         seconds = max(times[-1] for times in arrivals.values()) - rung["start"]
-    after = health()[1] if health else None
-    replays = after - before if after is not None and before is not None else None
-    return {"nbytes": nbytes, "seconds": seconds, "link": seen[0][0] if seen else None, "replays": replays}
+    after = health() if health else Reading()
+    return {
+        "nbytes": nbytes,
+        "seconds": seconds,
+        "link": seen[0].link if seen else None,
+        "replays": _grown(before.replays, after.replays),
+        "copied": {way: float(len(arrivals[way]) * copier.piece_bytes) for way in ways},
+        "counted": {
+            "in": _grown(before.received_bytes, after.received_bytes),
+            "out": _grown(before.sent_bytes, after.sent_bytes),
+        },
+    }
 
 
-def prepare(task: dict[str, Any], mine: dict[str, Any]) -> tuple[dict[str, Copier], float | None]:
-    """Copiers over local and, where there is another node, remote host memory; the share of the latter's pages that
-    really came to lie there (None: not asked for, or not to be seen)."""
+def _grown(before: int | None, after: int | None) -> int | None:
+    """What a counter gained; None without one, or where it started again from zero."""
+    return after - before if before is not None and after is not None and after >= before else None
+
+
+def prepare(task: dict[str, Any], mine: dict[str, Any]) -> dict[str, TorchCopier]:
+    """Copiers by the names of their buffers: local host memory and, where asked for, that of other nodes."""
     import torch
 
     from offbench.offload.hoststore import HostStore
@@ -98,21 +117,18 @@ def prepare(task: dict[str, Any], mine: dict[str, Any]) -> tuple[dict[str, Copie
         if mine["bdf"] is not None and mine["mig_parent"] is None and found != mine["bdf"]:
             raise SystemExit(f"CUDA shows GPU {found} where {mine['bdf']} was expected; check CUDA_VISIBLE_DEVICES")
 
-    def copier() -> Copier:
+    def copier() -> TorchCopier:
         store = HostStore([task["region_bytes"]] * 2, pin_for=device)
         return TorchCopier(device, store, task["piece_bytes"])
 
-    copiers = {"local": copier()}
-    if mine["remote_node"] is None:
-        return copiers, None
-    before = placement.bytes_by_node()
-    with elsewhere(mine["remote_node"], mine["remote_cpus"], mine["node"]):
-        copiers["remote"] = copier()
-    after = placement.bytes_by_node()
-    if before is None or after is None:
-        return copiers, None
-    grown = after.get(mine["remote_node"], 0) - before.get(mine["remote_node"], 0)
-    return copiers, grown / (2 * task["region_bytes"])
+    copiers, made = {"local": copier()}, dict[int, TorchCopier]()
+    wanted = [("remote", mine["remote_node"], mine["remote_cpus"])] if mine["remote_node"] is not None else []
+    for name, node, cpus in [*wanted, *((f"node {node}", node, cpus) for node, cpus in mine["others"])]:
+        if node not in made:
+            with elsewhere(node, cpus, mine["node"]):
+                made[node] = copier()
+        copiers[name] = made[node]
+    return copiers
 
 
 @contextmanager
@@ -137,6 +153,7 @@ class TorchCopier:
 
         self.piece_bytes = piece_bytes
         self._store = store  # keeps the regions pinned
+        self.ranges: list[tuple[int, int]] = store.addresses
         regions: dict[Way, Any] = {"in": store.chunk(0), "out": store.chunk(1)}
         self._host = {way: region.split(piece_bytes) for way, region in regions.items()}
         self._device = {
@@ -163,8 +180,19 @@ class TorchCopier:
         return ticket is None or bool(ticket.query())
 
 
+class Reading(NamedTuple):
+    """What NVML says of a PCIe link at one moment; None for what it lacks."""
+
+    link: str | None = None
+    """`Gen5 x16`, as negotiated."""
+    replays: int | None = None
+    received_bytes: int | None = None
+    """Counters since the driver was loaded: what the GPU received and sent over PCIe."""
+    sent_bytes: int | None = None
+
+
 class LinkHealth:
-    """PCIe generation, width and replay counter of one GPU, through NVML by PCI address; None for what it lacks."""
+    """PCIe generation, width and counters of one GPU, through NVML by PCI address."""
 
     def __init__(self, bdf: str | None, nvml: Any = None) -> None:
         from offbench.hardware import load_nvml
@@ -178,12 +206,23 @@ class LinkHealth:
         except self._nvml.NVMLError:
             self._handle = None  # no NVML here: copies are measured all the same
 
-    def read(self) -> tuple[str | None, int | None]:
-        """(`Gen5 x16` as negotiated now, replays since the driver was loaded)."""
+    def read(self) -> Reading:
+        """The link now."""
         generation = self._ask("nvmlDeviceGetCurrPcieLinkGeneration")
         width = self._ask("nvmlDeviceGetCurrPcieLinkWidth")
         link = f"Gen{generation} x{width}" if generation and width else None
-        return link, self._ask("nvmlDeviceGetPcieReplayCounter")
+        return Reading(link, self._ask("nvmlDeviceGetPcieReplayCounter"), *self._bytes())
+
+    def _bytes(self) -> tuple[int | None, int | None]:
+        """(received, sent): field values 198 and 197. Counters of 32 bits wrap every few GiB and are left out."""
+        query = getattr(self._nvml, "nvmlDeviceGetFieldValues", None)
+        if self._handle is None or query is None:
+            return None, None
+        try:
+            received, sent = query(self._handle, [_RECEIVED, _SENT])
+        except self._nvml.NVMLError:
+            return None, None
+        return _wide(received), _wide(sent)
 
     def _ask(self, name: str) -> int | None:
         query = getattr(self._nvml, name, None)
@@ -193,6 +232,11 @@ class LinkHealth:
             return int(query(self._handle))
         except self._nvml.NVMLError:
             return None
+
+
+def _wide(value: Any) -> int | None:
+    """The 64-bit counter in a field value; None where the GPU has none."""
+    return int(value.value.ullVal) if value.nvmlReturn == 0 and value.valueType in _WIDE else None
 
 
 if __name__ == "__main__":

@@ -45,13 +45,20 @@ def keep(machine: Machine, time: str, env: Mapping[str, str] = os.environ) -> Pa
     return path
 
 
+def kept(name: str, env: Mapping[str, str] = os.environ) -> Machine | None:
+    """The machine of that identity as it was when it was measured; None when it never was, or an older version of the
+    layout wrote it."""
+    try:
+        return from_json((folder(env) / f"{name}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
 def recall(machine: Machine, env: Mapping[str, str] = os.environ) -> Machine:
     """The detected machine with what was measured on it before; as it is when nothing was, or an older version of
     the layout wrote it."""
-    path = folder(env) / f"{identity(machine)}.json"
-    try:
-        past = from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    past = kept(identity(machine), env)
+    if past is None:
         return machine
     known = {link.id: link for link in past.links}
     links = [_joined(link, known.pop(link.id, None)) for link in machine.links]

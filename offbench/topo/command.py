@@ -18,7 +18,7 @@ from offbench.errors import UsageError
 from offbench.floor import Floor
 from offbench.ladder.findings import explain, layout, learn, visible
 from offbench.ladder.plan import Crew, Outcome, Rung, climb, estimate_s, plan
-from offbench.machine_floor import floor_json, floors
+from offbench.machine_floor import CHUNK_BYTES, dram_floor, floor_json, floors
 from offbench.progress import Display, choose_display, show_seconds
 from offbench.progress import Progress as Mark
 from offbench.topo import cache as topo_cache
@@ -26,9 +26,9 @@ from offbench.topo.draw import draw
 from offbench.topo.text import disagreement, each_way_bytes, floor_lines, measurement_lines, note_lines
 from offbench.topology.detect import detect
 from offbench.topology.imports import load_machine
-from offbench.topology.model import Machine, Note
+from offbench.topology.model import Machine, Note, Rate
 from offbench.topology.schema import anonymous, to_json
-from offbench.units import GIB, parse_size
+from offbench.units import GIB, parse_rate, parse_size
 from offbench.workload.presets import find
 
 EQUAL_BYTES = 8 * GIB
@@ -49,6 +49,8 @@ class TopoOptions:
     measure: bool = False
     json: bool = False
     save: Path | None = None
+    dram: str | None = None
+    """Rate of one NUMA node's memory where CPUs run the optimizer step."""
 
 
 class Measure(Protocol):
@@ -94,6 +96,8 @@ def check(options: TopoOptions) -> None:
         raise UsageError("--measure copies on this machine; leave out --from, or --measure")
     if options.remote is not None and not (options.size or options.model):
         raise UsageError("--remote changes a floor: say for how many bytes with --bytes or --model")
+    if options.dram is not None and not (options.size or options.model):
+        raise UsageError("--dram adds a floor: say for how many bytes with --bytes or --model")
     if options.world is not None and not (options.size or options.model):
         raise UsageError("--world changes a floor: say for how many bytes with --bytes or --model")
 
@@ -122,7 +126,11 @@ def compute(machine: Machine, options: TopoOptions, size: int | None) -> tuple[l
         return [], "no floor: MIG instances share their GPU's link with others; use whole GPUs"
     world = options.world or (8 if options.model else len(machine.gpus))
     ranks = min(world, len(machine.gpus))
-    found = floors(machine, size, size, ranks, options.remote)
+    chunk = find(options.model).chunk_bytes if options.model else CHUNK_BYTES
+    found = floors(machine, size, size, ranks, options.remote, chunk)
+    if options.dram:
+        rate = Rate("both", parse_rate("--dram", options.dram), "assumed", "--dram")
+        found.append(dram_floor(machine, size, size, size / STATE_BYTES, rate, ranks))
     if world > ranks:
         absent = f"{world - ranks} of {world} ranks are not on this machine; what they share with others is not in"
         return found, f"{absent} this floor; for all of them on one machine: --from MACHINE"
@@ -167,8 +175,9 @@ def on_this_host(machine: Machine, rungs: Sequence[Rung], on_rung: Callable[[int
     machine = replace(machine, gpus=visible(machine))
     remote = any(rung.buffers == "remote" for rung in rungs)
     _, available = hardware.host_memory(Path("/"))
-    region = region_bytes(available, len(machine.gpus), remote)
-    task = task_of(machine, "cuda", region, PIECE_BYTES, remote)
+    nodes = layout(machine).nodes
+    region = region_bytes(available, len(machine.gpus), remote, nodes=len(nodes))
+    task = task_of(machine, "cuda", region, PIECE_BYTES, remote, nodes)
     with (
         tempfile.TemporaryDirectory(prefix="offbench-topo-") as folder,
         ProcessCrew(machine, Path(folder), task) as crew,

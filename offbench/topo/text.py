@@ -32,7 +32,9 @@ def floor_lines(machine: Machine, floors: Sequence[Floor]) -> Iterator[str]:
     for floor in floors:
         yield _floor_line(floor)
         rest = _slack(machine, floor)
-        if rest:
+        if floor.variant == "pipeline":
+            yield _row("", "", f"{floor.ends_s:.2g} s of it: first chunk in, last one out")
+        elif rest:
             yield _row("", "", f"slack: {rest}")
     missing = dict.fromkeys(link for floor in floors if floor.variant != "link rate" for link in floor.missing)
     if missing:
@@ -53,13 +55,16 @@ def _floor_line(floor: Floor) -> str:
     alike = sum(1 for use in floor.uses if use.seconds == bound.seconds)
     way = "in turn" if floor.variant == "serial" else bound.direction
     what = f"{_call(bound.link)}, {way}" + (f", {alike} alike" if alike > 1 else "")
-    seconds = f"{floor.seconds:.3g}" + (" " if floor.complete else "*")
-    return _row(floor.variant, seconds, what, f"{gib(bound.rate.bytes_s)} {bound.rate.kind}", gib(rate))
+    seconds = f"{floor.seconds:#.3g}".rstrip(".") + (" " if floor.complete else "*")
+    # What crosses host memory in a step is not only copies.
+    each = gib(rate) if floor.variant != "DRAM" else ""
+    return _row(floor.variant, seconds, what, f"{gib(bound.rate.bytes_s)} {bound.rate.kind}", each)
 
 
 def _call(link: str) -> str:
     """A link's id as people say it: `socket 0`, `GPU 3`, `uplink 44:00.0`."""
-    return re.sub(r"^(socket|gpu)(?=\d)", r"\1 ", link).replace("gpu ", "GPU ").replace(" 0000:", " ")
+    spaced = re.sub(r"^(socket|gpu|dram)(?=\d)", r"\1 ", link)
+    return spaced.replace("gpu ", "GPU ").replace("dram ", "memory of node ").replace(" 0000:", " ")
 
 
 def _slack(machine: Machine, floor: Floor) -> str:
@@ -73,7 +78,8 @@ def _slack(machine: Machine, floor: Floor) -> str:
 
 
 def _kind(machine: Machine, use: Use) -> str:
-    return KINDS[machine.link(use.link).kind]
+    """Memory that only --dram speaks of is no link of the machine."""
+    return next((KINDS[link.kind] for link in machine.links if link.id == use.link), KINDS["dram"])
 
 
 def _kinds(machine: Machine, links: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 from offbench.topology.model import Direction, Pcie, Rate, RateKind
@@ -74,12 +75,12 @@ def of_gigabytes(gb_s: float) -> tuple[float, int] | None:
 
 def lesser(device: Pcie, port: Pcie) -> Pcie:
     """The link between two ends that each say what they can do: the lesser of both, where both are known."""
-    return Pcie(
+    return replace(
+        device,
         max_gt_s=_min(device.max_gt_s, port.max_gt_s),
         max_width=_min(device.max_width, port.max_width),
         current_gt_s=_min(device.current_gt_s, port.current_gt_s),
         current_width=_min(device.current_width, port.current_width),
-        source=device.source,
     )
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from offbench import hardware
-from offbench.placement import PROC, SYSFS
+from offbench.placement import PROC, SYSFS, abilities
 from offbench.topology import sysfs as kernel
 from offbench.topology.build import build
 from offbench.topology.facts import AMD, Facts, GpuFacts, PciDevice, address_order, gpu_devices
 from offbench.topology.identity import Answer, CudaDevice, ask_cuda, number, patience
-from offbench.topology.model import Host, Machine, Note, NumaNode, Source
+from offbench.topology.model import Host, Machine, Note, NumaNode, Process, Source
 from offbench.topology.nvml import Reading, read_nvml
 
 AskCuda = Callable[[Mapping[str, str]], Answer]
@@ -33,7 +33,15 @@ def detect(
     answer = cuda(env)
     nodes = kernel.read_nodes(sysfs, proc)
     reading = read_nvml(hardware.load_nvml() if nvml is None else nvml, nodes)
-    return _assemble(env, sysfs, proc, nodes, reading, answer(patience(reading.gpus, env)), Source("live"))
+    machine = _assemble(env, sysfs, proc, nodes, reading, answer(patience(reading.gpus, env)), Source("live"))
+    allowed = abilities()
+    process = replace(
+        machine.process or Process(),
+        can_set_mempolicy=allowed["set_mempolicy"],
+        can_setaffinity=allowed["setaffinity"],
+        can_move_pages=allowed["move_pages"],
+    )
+    return replace(machine, process=process)
 
 
 def read_root(folder: Path) -> Machine:

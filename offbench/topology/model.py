@@ -10,7 +10,7 @@ Addresses are lower-case `dddd:bb:dd.f`. Rates are bytes per second. `in` is hos
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Literal
 
 Confidence = Literal["high", "medium", "none", "conflict"]
@@ -63,6 +63,12 @@ class Pcie:
     current_width: int | None = None
     source: str = "unknown"
     """`sysfs`, `NVML`, `hwloc XML`, `NCCL XML`, ..."""
+    max_payload_bytes: int | None = None
+    """Largest packet payload in force. This and `acs` are shown to root only."""
+    acs: bool | None = None
+    """Of a port: whether it sends traffic between GPUs up to the root complex."""
+    iommu: str | None = None
+    """The kernel's word on the device's IOMMU domain: `identity` is not translated, `DMA` and `DMA-FQ` are."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +227,10 @@ class Process:
     mems_allowed: str | None = None
     visible: tuple[tuple[str, str], ...] = ()
     """(name, value) of the environment variables that hide or reorder devices."""
+    can_set_mempolicy: bool | None = None
+    """Whether the call was allowed when it was tried; None: not tried (a file)."""
+    can_setaffinity: bool | None = None
+    can_move_pages: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -246,6 +256,27 @@ class Note:
 
 
 @dataclass(frozen=True)
+class PageBytes:
+    """Bytes of host memory by their distance from one GPU."""
+
+    local_bytes: int = 0
+    """On the GPU's own NUMA node or, where that has no memory, the nearest one that has."""
+    same_socket_bytes: int = 0
+    """On another node of the GPU's socket."""
+    remote_bytes: int = 0
+    """On another socket."""
+    unknown_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes looked at."""
+        return sum(astuple(self))
+
+    def __add__(self, other: PageBytes) -> PageBytes:
+        return PageBytes(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
 class Measurement:
     """One run of copies on one set of GPUs."""
 
@@ -263,6 +294,15 @@ class Measurement:
     """NUMA node of the host buffers: `own`, `other`, or a number."""
     replays: int | None = None
     """PCIe replays counted during the run."""
+    in_bytes_s: float | None = None
+    """Its two directions, of which `aggregate_bytes_s` is the sum where both ran."""
+    out_bytes_s: float | None = None
+    placement: PageBytes | None = None
+    """Where the pages of all its buffers were found; None where they were not looked at."""
+    bytes_copied: float | None = None
+    """Both directions, all GPUs and repeats, from start to end: more than what the window counts."""
+    bytes_counted: float | None = None
+    """The same by the GPUs' PCIe byte counters, packet headers included or not; None where one has none."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ def notes_on(machine: Machine) -> tuple[Note, ...]:
         *_emulated(machine),
         *_flat(machine),
         *_links(machine),
+        *_settings(machine),
         *_paths(machine),
         *_nodes(machine),
     )
@@ -90,6 +91,23 @@ def _below_its_best(gpu: Gpu) -> bool:
     now = line_rate(gpu.pcie.current_gt_s, gpu.pcie.current_width)
     best = line_rate(gpu.pcie.max_gt_s, gpu.pcie.max_width)
     return now is not None and best is not None and now < best
+
+
+def _settings(machine: Machine) -> Iterable[Note]:
+    """What firmware and kernel have set, and nothing here can change. ACS only concerns traffic between GPUs."""
+    ports = {bridge.bdf: bridge for bridge in machine.bridges if bridge.emulated is None}
+    for gpu in machine.gpus:
+        port = ports.get(gpu.chain[-1]) if gpu.chain else None
+        mine, theirs = gpu.pcie.max_payload_bytes, port.pcie.max_payload_bytes if port else None
+        if port and mine and theirs and mine != theirs:
+            text = (
+                f"{_named([gpu])}: MaxPayload is {mine} bytes at the GPU and {theirs} at the port above ({port.bdf})"
+            )
+            yield Note("warning", "max-payload", text, "set one size in firmware, or boot with pci=pcie_bus_perf")
+    translated = [gpu for gpu in machine.gpus if (gpu.pcie.iommu or "identity") != "identity"]
+    if translated:
+        text = f"{_named(translated)}: the IOMMU translates their copies ({translated[0].pcie.iommu})"
+        yield Note("warning", "iommu", text, "if copies are slow, boot with iommu=pt and measure again")
 
 
 def _paths(machine: Machine) -> Iterable[Note]:

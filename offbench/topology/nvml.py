@@ -101,6 +101,20 @@ def _gpu(ask: Ask, handle: Any, nodes: Sequence[NumaNode]) -> GpuFacts:
     )
 
 
+def claims_of(nvml: Any, bus_id: str, nodes: Sequence[NumaNode]) -> tuple[NodeClaim, ...]:
+    """What NVML says of the NUMA node of the one GPU at that address; nothing where there is no NVML."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return ()
+    try:
+        ask = _asker(nvml)
+        handle = ask("nvmlDeviceGetHandleByPciBusId", bus_id.encode())
+        return tuple(_claims(ask, handle, nodes)) if handle is not None else ()
+    finally:
+        nvml.nvmlShutdown()
+
+
 def _claims(ask: Ask, handle: Any, nodes: Sequence[NumaNode]) -> Iterable[NodeClaim]:
     most = max((node.id for node in nodes), default=0)
     memory = ask("nvmlDeviceGetMemoryAffinity", handle, most // _WORD + 1, _NODE_SCOPE)

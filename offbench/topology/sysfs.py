@@ -8,6 +8,7 @@ from pathlib import Path
 
 from offbench.placement import parse_cpulist
 from offbench.topology.capacity import parse_speed, parse_width
+from offbench.topology.config_space import acs_redirects, max_payload
 from offbench.topology.evidence import node_of_cpus
 from offbench.topology.facts import NodeClaim, PciDevice, address_order, gpu_devices
 from offbench.topology.model import Host, NodeKind, NumaNode, Pcie, Process
@@ -56,12 +57,16 @@ def _identify(entry: Path, tagged: bool) -> PciDevice:
 
 def _in_full(device: PciDevice, folder: Path, nodes: tuple[NumaNode, ...]) -> PciDevice:
     entry = folder / device.bdf
+    config = _config(entry / "config")
     pcie = Pcie(
         max_gt_s=parse_speed(_read(entry / "max_link_speed")),
         max_width=parse_width(_read(entry / "max_link_width")),
         current_gt_s=parse_speed(_read(entry / "current_link_speed")),
         current_width=parse_width(_read(entry / "current_link_width")),
         source="sysfs",
+        max_payload_bytes=max_payload(config),
+        acs=acs_redirects(config),
+        iommu=_read(entry / "iommu_group/type"),
     )
     return PciDevice(
         **{**vars(device), "pcie": pcie, "numa": tuple(_node_claims(device, entry.resolve(), folder, nodes))}
@@ -200,6 +205,13 @@ def _read(path: Path) -> str | None:
         return path.read_text(errors="replace").strip()
     except OSError:
         return None
+
+
+def _config(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def _integer(text: str | None) -> int | None:

@@ -38,6 +38,11 @@ class ActivationOffload:
         return self._store.requested_bytes
 
     @property
+    def addresses(self) -> list[tuple[int, int]]:
+        """(address, bytes) of each slab, as `HostStore.addresses`."""
+        return self._store.addresses
+
+    @property
     def locked_bytes(self) -> int:
         """Bytes the driver pinned for them; 0 on the CPU."""
         return self._store.locked_bytes

@@ -3,7 +3,7 @@
 A description (tests/data/topology/*.json) holds `nodes` (cpus, package, distance), `pci` (path below /sys/devices to
 class, vendor:device, numa_node, max speed, max width and, where they differ, current speed and width, or a driver;
 null: no PCI bus at all), `nvml` (one object per GPU: bdf, name, uuid, node, and what else it knows) and `levels`
-(NVML's distance of pairs of those).
+(NVML's distance of pairs of those). Files with a `schema` are snapshots of measured machines instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from offbench.topology import Machine, detect
 from offbench.topology.identity import Answer, CudaDevice
 
 DATA = Path(__file__).parent.parent / "data" / "topology"
-NAMES = sorted(path.stem for path in DATA.glob("*.json"))
+_FILES = {path.stem: json.loads(path.read_text()) for path in sorted(DATA.glob("*.json"))}
+NAMES = [name for name, content in _FILES.items() if "schema" not in content]
+SNAPSHOTS = [name for name, content in _FILES.items() if "schema" in content]
+"""Written by `offbench topo --measure --save` instead: whole machines with what was measured on them."""
 
 
 def described(name: str) -> dict[str, Any]:

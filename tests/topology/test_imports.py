@@ -147,6 +147,15 @@ def test_smi_text_without_a_numa_column(tmp_path: Path) -> None:
     assert "node-numbers" in {note.code for note in machine.notes}
 
 
+def test_nvlink_that_is_down_says_nothing_about_nodes(tmp_path: Path) -> None:
+    up = "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n"
+    for text, hides in ((up, True), (up.replace("NV18", "SYS"), False), (up.replace("NV18", "NODE"), False)):
+        machine = load_machine(written(tmp_path, text))
+        assert [gpu.numa.value for gpu in machine.gpus] == [None, None]
+        assert {group.sharing for group in machine.groups} == {"unverified"}
+        assert ("nvlink-hides-pcie" in {note.code for note in machine.notes}) == hides
+
+
 def test_smi_text_with_every_node_is_unknown(tmp_path: Path) -> None:
     text = SMI.replace("0-7\t0\t", "0-15\t0-1\t").replace("8-15\t1\t", "0-15\t0-1\t")
     assert [gpu.numa.value for gpu in load_machine(written(tmp_path, text)).gpus] == [None] * 4
