@@ -24,6 +24,7 @@ def check_launch(spec: RunSpec, reports: Sequence[RankReport]) -> dict[str, str]
         "memory": _memory(reports) or "ok",
         "updates": _updates(spec, reports) or "ok",
         "fsdp copies": _fsdp_copies(spec, reports) or "ok",
+        "readbacks": _readbacks(spec, reports) or "ok",
         "activations": _activations(spec, reports) or "ok",
         "window": _window(spec, reports) or "ok",
         "finite": first_non_finite([report.result for report in reports]) or "ok",
@@ -92,6 +93,17 @@ def _fsdp_copies(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
     for report in reports:
         if spec.arm.fsdp_copies == "kernel" and report.kernel_copies < least:
             return f"rank {report.rank}: {report.kernel_copies} copies went through kernels, at least {least} had to"
+    return None
+
+
+def _readbacks(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
+    """--readbacks kernel reached the experts: their counts took no copy, in forward and recompute of every layer."""
+    w = spec.workload
+    asked = w.ep > 1 and w.count_readback and spec.mode.device == "cuda" and spec.arm.readbacks == "kernel"
+    least = w.layers * w.grad_accum * (spec.window.warmup + spec.window.steps) if asked else 0
+    for report in reports:
+        if report.kernel_reads < least or (report.kernel_reads and not asked):
+            return f"rank {report.rank}: {report.kernel_reads} expert counts came by kernels, at least {least} had to"
     return None
 
 

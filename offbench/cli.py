@@ -86,6 +86,9 @@ def run(
     fsdp_copies: Annotated[
         str, typer.Option(help="stock, or kernel: FSDP2's copies without small uploads that wait behind bulk ones.")
     ] = "stock",
+    readbacks: Annotated[
+        str, typer.Option(help="copy, or kernel: expert counts, loss and norm reach the host past bulk write-back.")
+    ] = "copy",
     activation_offload: Annotated[
         bool, typer.Option("--activation-offload", help="Saved block inputs go to host memory too.")
     ] = False,
@@ -135,8 +138,14 @@ def run(
         int | None, typer.Option(help="Parts in which a chunk moves and updates; 1 is upstream's (4).")
     ] = None,
     slots: Annotated[int | None, typer.Option(help="Chunks held on the GPU at once.")] = None,
-    lead: Annotated[int | None, typer.Option(help="overlap: chunks queued by step() itself.")] = None,
-    ahead: Annotated[int | None, typer.Option(help="overlap: chunks kept queued in front of the forward.")] = None,
+    staging: Annotated[str | None, typer.Option(help="stream: staging memory taken by step(), as in 4GiB.")] = None,
+    at_loss: Annotated[
+        str | None, typer.Option(help="stream: most staging memory when the forward ends, as in 14GiB.")
+    ] = None,
+    lead: Annotated[int | None, typer.Option(help="overlap, stream: chunks queued by step() itself.")] = None,
+    ahead: Annotated[
+        int | None, typer.Option(help="overlap, stream: chunks kept queued in front of the forward.")
+    ] = None,
     first_step: Annotated[
         str | None, typer.Option(help="bounded, or whole: the first step holds all state on the GPU.")
     ] = None,
@@ -165,6 +174,7 @@ def run(
         table=table,
         numa=numa,
         fsdp_copies=fsdp_copies,
+        readbacks=readbacks,
         activation_offload=activation_offload,
         model=model,
         layers=layers,
@@ -189,6 +199,8 @@ def run(
         state_budget=state_budget,
         pieces=pieces,
         slots=slots,
+        staging=staging,
+        at_loss=at_loss,
         lead=lead,
         ahead=ahead,
         first_step=first_step,

@@ -18,6 +18,16 @@ GIB = units.GIB
 MIB = 1 << 20
 
 
+_LATER = (
+    ("workload", "broadcast_every", None),
+    ("arm", "pieces", None),
+    ("arm", "staging_bytes", None),
+    ("arm", "loss_bytes", None),
+    ("arm", "readbacks", "copy"),
+)
+"""Fields newer than the first records, with the values that leave a spec what it was."""
+
+
 class Frozen(BaseModel):
     """Base of the specs: immutable, and unknown keys are errors."""
 
@@ -69,6 +79,8 @@ class ArmSpec(Frozen):
     """Bind each rank to its GPU's NUMA node before anything is pinned."""
     fsdp_copies: Literal["stock", "kernel"] = "stock"
     """kernel: FSDP2's copy-in and copy-out without uploads of pointer tables (`offbench.offload.small_copies`)."""
+    readbacks: Literal["copy", "kernel"] = "copy"
+    """kernel: expert counts, loss and norm reach the host without the copy engine (`offbench.offload.readback`)."""
     chunk_bytes: int | None = Field(default=None, ge=4096)
     """Largest chunk of state moved at once; a larger parameter is a chunk alone. This and every field below
     is null in arms that do not use it (`Arm.resolve` in `offbench.arms` fills in the arm's defaults)."""
@@ -78,6 +90,10 @@ class ArmSpec(Frozen):
     """Parts in which a chunk moves and updates, so that its update hides behind its own copies; 1: whole."""
     slots: int | None = Field(default=None, ge=1)
     """Neighbouring chunks that fit into the staging arena at the same time."""
+    staging_bytes: int | None = Field(default=None, ge=0)
+    """stream: staging memory taken by step(), before gradient memory is taken over; null: four chunks."""
+    loss_bytes: int | None = Field(default=None, ge=0)
+    """stream: most staging memory, gradients' included, held when the forward ends; null: all it gets."""
     lead: int | None = Field(default=None, ge=1)
     """Chunks queued by step() itself."""
     ahead: int | None = Field(default=None, ge=0)
@@ -118,8 +134,8 @@ class RunSpec(Frozen):
     def canonical(self) -> str:
         """The spec as JSON with sorted keys and no spaces."""
         body = self.model_dump(mode="json")
-        for part, name in (("workload", "broadcast_every"), ("arm", "pieces")):
-            if body[part][name] is None:  # came later: jobs without it keep the run_id they had
+        for part, name, usual in _LATER:
+            if body[part][name] == usual:  # jobs without it keep the run_id they had
                 del body[part][name]
         return json.dumps(body, sort_keys=True, separators=(",", ":"))
 

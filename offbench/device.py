@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offbench.errors import UsageError
+from offbench.offload.readback import Mailbox, Way
 
 
 @dataclass(frozen=True)
@@ -203,21 +204,22 @@ class CpuDevice(Device):
 
 
 class ScalarReader:
-    """Reads a few device scalars per step as a trainer that logs its loss does, at the price of one small copy.
+    """Reads a few device scalars per step as a trainer that logs its loss does, at the price of one small copy, or of
+    one kernel (`offbench.offload.readback`).
 
     `send` queues the copy on the compute stream, `read` waits for the stamp behind it. `Tensor.item()` would queue
     the same copy, once per scalar, and block where it is called.
     """
 
-    def __init__(self, device: Device, most: int) -> None:
+    def __init__(self, device: Device, most: int, way: Way = "copy") -> None:
         self._device = device
-        self._buffer = device.host_buffer(most)
+        self._mailbox = Mailbox(device.host_buffer(most), device.torch_device, way)
         self._sent: tuple[int, Stamp] | None = None
 
     def send(self, values: Sequence[Tensor]) -> None:
         """Queue the copy of at most `most` one-element tensors of this device, each read as float32."""
         packed = torch.cat([value.detach().reshape(1).float() for value in values])
-        self._buffer[: len(values)].copy_(packed, non_blocking=True)
+        self._mailbox.send(packed)
         self._sent = (len(values), self._device.stamp())
 
     def read(self) -> list[float]:
@@ -225,7 +227,7 @@ class ScalarReader:
         assert self._sent is not None, "nothing was sent since the last read"
         (count, stamp), self._sent = self._sent, None
         stamp.wait()
-        return [float(value) for value in self._buffer[:count].tolist()]
+        return [float(value) for value in self._mailbox.buffer[:count].tolist()]
 
 
 # Dense bf16 tensor-core FLOP/s from the vendor's datasheets (those that print a figure "with sparsity" halved).

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from offbench import arms
 from offbench.config import MIB, RunSpec
 from offbench.hardware import Hardware
+from offbench.offload.schedule import Schedule
 from offbench.units import count, gib
 from offbench.workload import presets
 
@@ -52,19 +53,31 @@ def estimate(spec: RunSpec) -> Estimate:
     schedule = arms.find(spec.arm.name)[0].schedule(spec.arm)
     if not schedule.offloaded:
         device, pinned = compute + state, 0
-    elif schedule.slots is None or schedule.first_step == "whole":
+    elif (schedule.slots is None and schedule.write_back == "forward") or schedule.first_step == "whole":
         # All state is on the device during a step, when activations are gone.
         device, pinned = max(compute, params + grads + state), state
     else:
         resident = min(state, schedule.resident_bytes)
         moving = state - resident
-        device, pinned = compute + resident + min(moving, schedule.slots * schedule.chunk_bytes), moving
+        if schedule.write_back == "backward":
+            device = resident + _flowing(schedule, params, grads, moving, compute, saved)
+        else:
+            device = compute + resident + min(moving, (schedule.slots or 1) * schedule.chunk_bytes)
+        pinned = moving
     if w.broadcast_every:  # each rank keeps its shard of the last broadcast in bf16
         pinned += params // 2
     base = PROCESS_RSS[spec.mode.device]
     if spec.mode.device == "cpu":
         return Estimate(0, device + pinned + parked + base, 0)
     return Estimate(device, pinned + parked + base, pinned + parked)
+
+
+def _flowing(schedule: Schedule, params: int, grads: int, moving: int, compute: int, saved: int) -> int:
+    """stream: the workload's own peak, the arena at step(), or what staging has grown to when the forward ends."""
+    arena = min(moving, schedule.staging_bytes or 0)
+    grown = min(moving, arena + grads, schedule.loss_bytes or moving)
+    temporary = compute - params - max(grads, saved)
+    return max(compute, params + grads + arena, params + grown + saved + temporary)
 
 
 def replica_bytes(spec: RunSpec) -> int:

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from offbench.device import Device, ScalarReader, Stamp
+from offbench.offload.readback import Way
 from offbench.record import Peak, Phases, StepRow
 from offbench.stats import largest, mean_of_last, median
 
@@ -68,13 +69,13 @@ class StepRecorder:
     report, optimizer_step, end. Under gradient accumulation the first two marks alternate and each phase adds up.
     After the last step: close(drain), then result()."""
 
-    def __init__(self, device: Device, warmup: int, steps: int) -> None:
+    def __init__(self, device: Device, warmup: int, steps: int, readbacks: Way = "copy") -> None:
         self.device = device
         self.warmup = warmup
         self.steps = steps
         self.done = 0
         """Steps ended so far."""
-        self._reader = ScalarReader(device, most=3)
+        self._reader = ScalarReader(device, most=3, way=readbacks)
         self._reported: tuple[bool, ...] = ()
         self._boundaries: list[Stamp] = []
         self._marks: list[list[tuple[PhaseName, Stamp]]] = []

@@ -20,6 +20,8 @@ def axes(spec: RunSpec, numa: str | None = None) -> str:
         parts.append("numa" + done)
     if arm.fsdp_copies != "stock":
         parts.append(f"fsdp copies {arm.fsdp_copies}")
+    if arm.readbacks != "copy":
+        parts.append(f"readbacks {arm.readbacks}")
     if spec.workload.activation_offload:
         parts.append("activation offload")
     if arm.first_step == "whole":
@@ -28,6 +30,9 @@ def axes(spec: RunSpec, numa: str | None = None) -> str:
         parts.append(f"chunk {show_size(arm.chunk_bytes)}")
     if arm.state_budget:
         parts.append(f"state budget {show_size(arm.state_budget)}")
+    for name, size in (("staging", arm.staging_bytes), ("at loss", arm.loss_bytes)):
+        if size is not None:
+            parts.append(f"{name} {show_size(size)}")
     for key in ("pieces", "slots", "lead", "ahead"):
         value = getattr(arm, key)
         if value is not None and value != usual.get(key):

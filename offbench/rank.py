@@ -67,7 +67,7 @@ def _run(
     where.pinned(pinned_ranges(job, optimizer))
     replica = ReplicaLog(spec, job, optimizer) if spec.workload.broadcast_every else None
 
-    recorder = StepRecorder(device, spec.window.warmup, spec.window.steps)
+    recorder = StepRecorder(device, spec.window.warmup, spec.window.steps, spec.arm.readbacks)
     log = TrafficLog(optimizer, device)
     meet("before the first step", spec.mode.nproc)
     train(job, optimizer, recorder, log, replica, progress, env)

@@ -29,6 +29,7 @@ from offbench.topo import cache as topo_cache
 from offbench.topology.detect import detect
 from offbench.topology.model import Machine
 from offbench.traffic import TrafficLog
+from offbench.workload.experts import Experts
 from offbench.workload.parallel import Job
 from offbench.workload.presets import find
 
@@ -63,6 +64,8 @@ class RankReport:
     expert_load: float | None
     kernel_copies: int = 0
     """Reduce-scatter copy-ins that went through our kernels instead of FSDP2's."""
+    kernel_reads: int = 0
+    """Expert counts that reached the host by a kernel instead of a copy."""
     pages: RankPages | None = None
     broadcast: Broadcast | None = None
     stale: list[str] = field(default_factory=list)
@@ -112,6 +115,7 @@ def describe(
         drained_bytes=recorder.device.allocated(),
         activations=activations(spec, job, recorder.total),
         expert_load=job.expert_load(),
+        kernel_reads=kernel_reads(job),
         broadcast=replica.describe() if replica else None,
         stale=replica.differences() if replica else [],
     )
@@ -131,6 +135,14 @@ def untouched(job: Job, optimizer: OffloadedAdamW) -> list[str]:
         if moment.numel() and not bool(moment[:: 997 if moment.numel() > 1 << 20 else 1].any()):
             found.append(name)
     return found
+
+
+def kernel_reads(job: Job) -> int:
+    """Expert counts read back by kernels so far; all layers share one mailbox."""
+    boxes = {
+        id(m.ep.mailbox): m.ep.mailbox for m in job.model.modules() if isinstance(m, Experts) and m.ep is not None
+    }
+    return sum(box.kernel_writes for box in boxes.values() if box is not None)
 
 
 def activations(spec: RunSpec, job: Job, steps: int) -> tuple[int, int, int]:

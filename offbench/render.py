@@ -59,6 +59,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "exposed s": lambda row: MISSING if row.exposed_s is None else f"{row.exposed_s:.3f}",
     "floor s": lambda row: MISSING if row.floor_s is None else f"{row.floor_s:.3f}",
     "x floor": lambda row: MISSING if row.x_floor is None else f"{row.x_floor:.2f}",
+    "ideal s": lambda row: MISSING if row.ideal_s is None else f"{row.ideal_s:.3f}",
+    "gap s": lambda row: MISSING if row.gap_s is None else f"{row.gap_s:z.3f}",
     "peak GiB, first step": _first_peak,
     "peak GiB, steady": lambda row: _bytes(row.steady_peak_bytes),
     "pinned GiB": lambda row: _bytes(row.pinned_bytes),
@@ -71,7 +73,8 @@ TEXT_COLUMNS = {"arm", "axes", "status"}
 SPREAD_COLUMNS = {"tok/s", "step s"}
 """On a terminal these show the spread below the median."""
 TIMES = ("arm", "axes", "tok/s", "step s", "x none", "exposed s", "n")
-FLOOR = ("arm", "axes", "exposed s", "floor s", "x floor")
+LEAST = ("floor s", "x floor", "ideal s", "gap s")
+BOUNDS = ("arm", "axes", "step s", "exposed s", *LEAST)
 MEMORY = ("arm", "axes", "peak GiB, first step", "peak GiB, steady", "pinned GiB", "ranks remote", "RSS GiB", "status")
 """The tables that stand in for one where the terminal is too narrow for all columns."""
 
@@ -104,10 +107,10 @@ def to_table(groups: Sequence[Group], console: Console) -> None:
     for group in groups:
         for line in describe(group.caption):
             console.print(line, markup=False, highlight=False)
-        empty = [name for name in ("floor s", "x floor", "ranks remote") if not _known(group, name)]
+        empty = [name for name in (*LEAST, "ranks remote") if not _known(group, name)]
         tables = [_table(group, [name for name in COLUMNS if name not in empty], ", ")]
         if _least_width(tables[0], console) > console.width:
-            narrow = (TIMES, *([FLOOR] if "floor s" not in empty else []), MEMORY)
+            narrow = (TIMES, *([BOUNDS] if not set(LEAST) <= set(empty) else []), MEMORY)
             tables = [_table(group, [name for name in names if name not in empty], " ") for names in narrow]
         for table in tables:
             least = _least_width(table, console)
@@ -176,6 +179,9 @@ def figures(row: Row) -> dict[str, Any]:
         "chunk_bytes": row.spec.arm.chunk_bytes,
         "pieces": row.spec.arm.pieces,
         "slots": row.spec.arm.slots,
+        "state_budget_bytes": row.spec.arm.state_budget,
+        "staging_bytes": row.spec.arm.staging_bytes,
+        "loss_bytes": row.spec.arm.loss_bytes,
         **of(row.tok_s, "tok_per_s"),
         **of(row.step_s, "step_s"),
         "x_none": row.x_none,
@@ -184,6 +190,8 @@ def figures(row: Row) -> dict[str, Any]:
         "floor_s": row.floor_s,
         "x_floor": row.x_floor,
         "bound_by": row.bound_by,
+        "ideal_s": row.ideal_s,
+        "gap_s": row.gap_s,
         "run_peak_bytes": row.run_peak_bytes,
         "first_step_peak_allocated_bytes": row.first_peak_bytes,
         "steady_peak_allocated_bytes": row.steady_peak_bytes,

@@ -34,6 +34,7 @@ class Options:
     table: str | None = None
     numa: bool = False
     fsdp_copies: str = "stock"
+    readbacks: str = "copy"
     model: str | None = None
     layers: int | None = None
     seq_len: int | None = None
@@ -59,6 +60,8 @@ class Options:
     state_budget: str | None = None
     pieces: int | None = None
     slots: int | None = None
+    staging: str | None = None
+    at_loss: str | None = None
     lead: int | None = None
     ahead: int | None = None
     first_step: str | None = None
@@ -197,6 +200,8 @@ def _arms(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
         "state_budget": None if options.state_budget is None else parse_size("--state-budget", options.state_budget),
         "pieces": options.pieces,
         "slots": options.slots,
+        "staging_bytes": None if options.staging is None else parse_size("--staging", options.staging),
+        "loss_bytes": None if options.at_loss is None else parse_size("--at-loss", options.at_loss),
         "lead": options.lead,
         "ahead": options.ahead,
         "first_step": options.first_step,
@@ -205,19 +210,21 @@ def _arms(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
     if chunk is not None and chunk < 4096:
         raise UsageError(f"--chunk {options.chunk}: the smallest chunk is 4KiB")
     _one_of("--fsdp-copies", options.fsdp_copies, ("stock", "kernel"))
+    _one_of("--readbacks", options.readbacks, ("copy", "kernel"))
     _one_of("--first-step", options.first_step or "bounded", ("bounded", "whole"))
     if options.table is not None:
         return _table(options, chunk or shape.chunk_bytes)
     found = [arms.find(name) for name in options.arm or arms.DEFAULT_ARMS]
     for key, value in (("chunk_bytes", chunk), *knobs.items()):
         if value is not None and not any(key in arm.defaults for arm, _ in found):
-            flag = "--" + key.removesuffix("_bytes").replace("_", "-")
+            flag = _FLAGS.get(key, "--" + key.removesuffix("_bytes").replace("_", "-"))
             raise UsageError(f"{flag}: no chosen arm uses it ({', '.join(arm.name for arm, _ in found)})")
     specs = [
         _build(
             arm.resolve,
             numa=numa or options.numa,
             fsdp_copies=options.fsdp_copies,
+            readbacks=options.readbacks,
             chunk_bytes=chunk or shape.chunk_bytes,
             **knobs,
         )
@@ -226,6 +233,9 @@ def _arms(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
     if not options.arm:
         specs = list(dict.fromkeys(specs))  # --numa makes two of the default arms equal
     return [(spec, options.activation_offload) for spec in specs]
+
+
+_FLAGS = {"loss_bytes": "--at-loss"}
 
 
 def _table(options: Options, chunk: int) -> list[tuple[ArmSpec, bool]]:
@@ -239,6 +249,8 @@ def _table(options: Options, chunk: int) -> list[tuple[ArmSpec, bool]]:
         "--state-budget": options.state_budget,
         "--pieces": options.pieces,
         "--slots": options.slots,
+        "--staging": options.staging,
+        "--at-loss": options.at_loss,
         "--lead": options.lead,
         "--ahead": options.ahead,
     }

@@ -80,11 +80,11 @@ class TrafficLog:
         start, end = self._notes[0][1], self._notes[1][1]
         if start.event is None:
             return None
-        inside = [
-            _seconds(a.begin, a.end)
-            for a in self._ledger.arenas
-            if _seconds(start.event, a.begin) >= 0 and _seconds(a.begin, end.event) >= 0
-        ]
+        spans: dict[int, list[ArenaEntry]] = {}
+        for arena in self._ledger.arenas:
+            if _seconds(start.event, arena.begin) >= 0 and _seconds(arena.begin, end.event) >= 0:
+                spans.setdefault(arena.step, []).append(arena)
+        inside = [max(_seconds(held[0].begin, arena.end) for arena in held) for held in spans.values()]
         return statistics.fmean(inside) if inside else None
 
     def _busy(self, steps: int) -> float | None:

@@ -56,6 +56,8 @@ def next_step(row: Row, numa_nodes: int = 1) -> str:
         return "Try --numa."
     if row.arm == "chunked":
         return "Try --arm overlap: it hides copies behind the next forward."
+    if row.arm == "stream":
+        return "Try a larger --state-budget, with --fsdp-copies kernel."
     slots = row.spec.arm.slots
     return f"Try --slots {2 * slots}." if slots is not None else "Compare with the other arms: offbench arms."
 

@@ -55,12 +55,13 @@ def test_run_records_judges_and_shows_plain_lines(
     launcher: FakeLauncher, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert cli.main(["run", "--results", "out.jsonl", "--launches", "2"]) == 0
-    assert [spec.arm.name for spec in launcher.launched[:5]] == ["none", "main", "chunked", "chunked", "overlap"]
-    assert launcher.launched[5:] == launcher.launched[4::-1]
-    assert len(read_records([tmp_path / "out.jsonl"]).records) == 10
+    names = [spec.arm.name for spec in launcher.launched[:6]]
+    assert names == ["none", "main", "chunked", "chunked", "overlap", "stream"]
+    assert launcher.launched[6:] == launcher.launched[5::-1]
+    assert len(read_records([tmp_path / "out.jsonl"]).records) == 12
     out = capsys.readouterr().out
     assert "\x1b" not in out
-    assert "launch 1 of 10: none, repeat 1" in out
+    assert "launch 1 of 12: none, repeat 1" in out
     assert "  measure step 15 of 15, 1000 tok/s, 0 s left" in out
     assert "chunked: ok, 3 s a step, x none 1.50, exposed 1.000 s, peak 1.0 GiB. Try --arm overlap" in out
     assert out.rstrip().endswith("records: out.jsonl; compare: offbench report out.jsonl")
@@ -181,13 +182,13 @@ def test_report_is_machine_readable(launcher: FakeLauncher, capsys: pytest.Captu
     capsys.readouterr()
     assert cli.main(["report", "o.jsonl", "--format", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)["groups"][0]["rows"]
-    assert [row["arm"] for row in rows] == ["none", "main", "chunked", "chunked", "overlap"]
+    assert [row["arm"] for row in rows] == ["none", "main", "chunked", "chunked", "overlap", "stream"]
 
 
 def test_arms_describes_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["arms"]) == 0
     out = capsys.readouterr().out
-    for name in ("none", "main", "chunked", "overlap"):
+    for name in ("none", "main", "chunked", "overlap", "stream"):
         assert f"\n{name}  (exact)" in "\n" + out
     assert "numa  (the same as --arm chunked --numa)" in out
 

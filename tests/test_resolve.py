@@ -21,6 +21,7 @@ def test_no_gpu_is_a_small_real_job_on_the_cpu_and_said_aloud() -> None:
         ("chunked", False),
         ("chunked", True),
         ("overlap", False),
+        ("stream", False),
     ]
     assert found.notes[0].startswith("no GPU (NVML lists no GPU): model tiny on the CPU")
 
@@ -164,7 +165,7 @@ def test_the_alias_numa_is_chunked_bound() -> None:
 
 def test_default_arms_under_numa_hold_no_accidental_repeat() -> None:
     names = [spec.arm.name for spec in resolve(Options(numa=True), host()).specs]
-    assert names == ["none", "main", "chunked", "overlap"]
+    assert names == ["none", "main", "chunked", "overlap", "stream"]
     assert len(resolve(Options(arm=("none", "none")), host()).specs) == 2  # asked for: an A/A run
 
 

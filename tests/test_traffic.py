@@ -44,6 +44,7 @@ def stamp(ms: float) -> Stamp:
 
 def book(ledger: Ledger, step: int, in_ms: list[float], out_ms: list[float]) -> None:
     """One step of chunks of 10 bytes whose copies end at the given times; those in take 20 ms, those out 10."""
+    ledger.step = step
     for ms in in_ms:
         ledger.copied("in", 10, At(ms - 20), At(ms))  # type: ignore[arg-type]
     for ms in out_ms:

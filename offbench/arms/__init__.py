@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import difflib
 
-from offbench.arms import chunked, main, none, overlap
+from offbench.arms import chunked, main, none, overlap, stream
 from offbench.arms.arm import Arm
 from offbench.errors import UsageError
 
 __all__ = ["ALIASES", "ARMS", "DEFAULT_ARMS", "Arm", "find"]
 
-ARMS: dict[str, Arm] = {arm.name: arm for arm in (none.ARM, main.ARM, chunked.ARM, overlap.ARM)}
+ARMS: dict[str, Arm] = {arm.name: arm for arm in (none.ARM, main.ARM, chunked.ARM, overlap.ARM, stream.ARM)}
 
 ALIASES: dict[str, tuple[str, bool]] = {"numa": ("chunked", True)}
 """Names that stand for an arm plus --numa."""
 
-DEFAULT_ARMS = ("none", "main", "chunked", "numa", "overlap")
+DEFAULT_ARMS = ("none", "main", "chunked", "numa", "overlap", "stream")
 """What `offbench run` runs when no arm is named."""
 
 

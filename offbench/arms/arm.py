@@ -9,7 +9,17 @@ from offbench.config import ArmSpec
 from offbench.errors import UsageError
 from offbench.offload.schedule import Schedule
 
-OPTIONS = ("chunk_bytes", "pieces", "state_budget", "slots", "lead", "ahead", "first_step")
+OPTIONS = (
+    "chunk_bytes",
+    "pieces",
+    "state_budget",
+    "slots",
+    "staging_bytes",
+    "loss_bytes",
+    "lead",
+    "ahead",
+    "first_step",
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,9 @@ class Arm:
     exact: bool = True
     """Bitwise equal to the same AdamW without offload."""
 
-    def resolve(self, numa: bool = False, fsdp_copies: str = "stock", **options: object) -> ArmSpec:
+    def resolve(
+        self, numa: bool = False, fsdp_copies: str = "stock", readbacks: str = "copy", **options: object
+    ) -> ArmSpec:
         """The arm's spec with the given options over its defaults; options of other arms are left out.
 
         Raises UsageError for a name that is no option of any arm.
@@ -40,4 +52,6 @@ class Arm:
         chosen = {
             key: options.get(key) if options.get(key) is not None else value for key, value in self.defaults.items()
         }
-        return ArmSpec.model_validate({"name": self.name, "numa": numa, "fsdp_copies": fsdp_copies, **chosen})
+        return ArmSpec.model_validate(
+            {"name": self.name, "numa": numa, "fsdp_copies": fsdp_copies, "readbacks": readbacks, **chosen}
+        )

@@ -22,9 +22,12 @@ from offbench.offload.chunks import Chunk, plan_chunks
 from offbench.offload.copies import Copier, Ledger
 from offbench.offload.deferral import deferrable
 from offbench.offload.engine import Engine, Work
+from offbench.offload.flow import FlowEngine
 from offbench.offload.hoststore import HostStore
 from offbench.offload.layout import Member, apart, local_of, placed_like
+from offbench.offload.ring import RingEngine
 from offbench.offload.schedule import Schedule
+from offbench.offload.staged import Staged
 from offbench.offload.state import load_groups, load_moments
 from offbench.offload.streams import DeviceStreams, Streams
 
@@ -94,8 +97,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._members: list[list[Member]] = []
         self._engine: Engine | None = None
         self._finalizer: weakref.finalize[[Engine, fsdp.ReadGuard], OffloadedAdamW] | None = None
-        if schedule.offloaded:
-            self._engine = Engine((), self.store, schedule, self._streams, Copier(copy_repeat), self._resident, debug)
+        self._debug = debug
         self._lay_out(trained)
 
     def _without_state(self, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[nn.Parameter, int]]:
@@ -127,7 +129,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         for chunk, home in zip(new, homes, strict=True):
             mine, members = members[: len(chunk.members)], members[len(chunk.members) :]
             for member in mine:
-                first, second = member.views(home)
+                first, second = member.views(Staged.whole(home))
                 self.state[member.parameter] = {
                     "step": torch.tensor(0.0),
                     "exp_avg": placed_like(member.parameter, apart(first)),
@@ -135,9 +137,22 @@ class OffloadedAdamW(torch.optim.AdamW):
                 }
             self._members.append(mine)
         self.chunks += new
-        if self._engine is not None:
+        if self.schedule.offloaded:
+            self._engine = self._engine_for(self.schedule)
             self._engine.extend(self.chunks, self.schedule)
             self._watch(self._engine)
+
+    def _engine_for(self, schedule: Schedule) -> Engine:
+        """The engine there is, or another one, with its books, for a schedule that it cannot execute."""
+        kind = FlowEngine if schedule.write_back == "backward" else RingEngine
+        if self._engine is not None:
+            self.drain()
+            if isinstance(self._engine, kind):
+                return self._engine
+        made = kind((), self.store, schedule, self._streams, Copier(self.copy_repeat), self._resident, self._debug)
+        if self._engine is not None:
+            made.ledger = self._engine.ledger
+        return made
 
     def _watch(self, engine: Engine) -> None:
         """Let the model's gathers wait for deferred updates, until this optimizer is dropped."""
@@ -182,10 +197,10 @@ class OffloadedAdamW(torch.optim.AdamW):
             self._engine.step(works)
         else:
             for work in works:
-                work.update(self._resident[work.chunk.index])
+                work.update(Staged.whole(self._resident[work.chunk.index]))
 
     def _work(self, chunk: Chunk, members: list[Member], gradients: list[torch.Tensor], hypers: list[_Hyper]) -> Work:
-        def update(state: torch.Tensor) -> None:
+        def update(state: Staged) -> None:
             for group in sorted({member.group for member in members}):
                 chosen = [(m, g) for m, g in zip(members, gradients, strict=True) if m.group == group]
                 self._adamw([m for m, _ in chosen], [g for _, g in chosen], state, hypers[group])
@@ -193,7 +208,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         return Work(chunk, update, gradients, [member.local for member in members])
 
     @torch.no_grad()
-    def _adamw(self, members: list[Member], gradients: list[torch.Tensor], state: torch.Tensor, hyper: _Hyper) -> None:
+    def _adamw(self, members: list[Member], gradients: list[torch.Tensor], state: Staged, hyper: _Hyper) -> None:
         moments = [member.views(state) for member in members]
         adamw(
             [member.local for member in members],

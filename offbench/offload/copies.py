@@ -34,6 +34,8 @@ class ArenaEntry:
     """Passed when compute handed the memory over."""
     end: Event
     """Passed when the last write-back out of it has ended."""
+    step: int
+    """Which optimizer step held it, from 1."""
 
 
 class Ledger:
@@ -41,6 +43,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.keep = False
+        self.step = 0
+        """Optimizer steps begun."""
         self.in_bytes = 0
         """Payload queued host to device so far."""
         self.out_bytes = 0
@@ -62,9 +66,9 @@ class Ledger:
             self.copies.append(CopyEntry(direction, nbytes, begin, end))
 
     def held(self, nbytes: int, begin: Event, end: Event) -> None:
-        """Enter the staging arena of a step."""
+        """Enter staging memory of the present step: all of its arena, or a part."""
         if self.keep:
-            self.arenas.append(ArenaEntry(nbytes, begin, end))
+            self.arenas.append(ArenaEntry(nbytes, begin, end, self.step))
 
 
 class Copier:

@@ -24,7 +24,7 @@ def deferrable(
     if why is None:
         return schedule
     warnings.warn(f"{schedule.name}: {why}; updates run synchronously inside step()", UserWarning, stacklevel=4)
-    return dataclasses.replace(schedule, deferred=False)
+    return dataclasses.replace(schedule, deferred=False, write_back="forward")
 
 
 def _not_deferrable(model: nn.Module | None, parameters: Sequence[nn.Parameter], streams: Streams) -> str | None:

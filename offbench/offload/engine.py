@@ -1,35 +1,19 @@
-"""The engine executes a Schedule: move a chunk in, update it, move it out, in the schedule's order.
-
-Note [Who waits for whom]
-    stream   waits for           because (see `streams.Why`)
-    in       compute             the staging arena is compute-stream memory                    ARENA_READY
-    in       out                 an earlier chunk of this step held these staging bytes        SLOT_FREE
-    in       out                 the previous step may still be writing these host bytes       HOST_CURRENT
-    update   in                  the chunk's state must be on the device                       LOADED
-    update   compute             resident state: gradients must be complete and clipped        GRADIENTS_READY
-    out      update              only updated state may be written back                        UPDATED
-    reader   update              a layer is gathered after its last chunk's update             READ
-    compute  out                 the arena returns to compute only when written back           WRITTEN_BACK
-
-A deferred update of staged state needs no wait of its own for the gradients: ARENA_READY is recorded after clipping,
-and LOADED follows it. Resident state is there already, so its update waits for compute. Updates of a synchronous
-schedule run on the compute stream itself, so READ orders nothing new there.
-HOST_CURRENT binds only deferred schedules: the others end each step with WRITTEN_BACK.
-"""
+"""What every engine does with a chunk: copy it in, update it, copy it out, and enter it in the books."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from offbench.offload.chunks import Chunk, Staging, plan_staging
+from offbench.offload.chunks import Chunk
 from offbench.offload.copies import Copier, Direction, Ledger
 from offbench.offload.hoststore import HostStore
 from offbench.offload.schedule import Schedule
-from offbench.offload.streams import Event, Stream, Streams, Why
+from offbench.offload.staged import Staged
+from offbench.offload.streams import Event, Stream, Streams
 
 
 @dataclass
@@ -37,32 +21,16 @@ class Work:
     """One chunk's update as captured by step(): later changes of the optimizer cannot reach it."""
 
     chunk: Chunk
-    update: Callable[[torch.Tensor], None]
-    """Runs AdamW on the chunk's parameters; its argument is the staged state, uint8 [chunk.nbytes]."""
+    update: Callable[[Staged], None]
+    """Runs AdamW on the chunk's parameters with its staged state."""
     gradients: list[torch.Tensor]
     """Kept alive until the update has run."""
     parameters: list[torch.Tensor]
 
 
-@dataclass
-class _Step:
-    """What one optimizer step still owes."""
-
-    waiting: deque[Work]
-    arena: torch.Tensor
-    ready: Event
-    """Passed when compute has clipped the gradients and is done with the arena's memory."""
-    out: dict[int, Event]
-    """Write-back events of this step, by chunk."""
-    gradients_awaited: bool = False
-    """The update stream has waited for `ready`."""
-
-
-class Engine:
-    """Moves the chunks of one optimizer between `store` and a staging arena on the device.
-
-    Only one step can have work left: the next step() first queues whatever the forward never asked for.
-    """
+class Engine(ABC):
+    """Executes one Schedule over the chunks of one optimizer. Engines differ in the memory that state passes through
+    and in the order of the work; what is done with a chunk is here."""
 
     def __init__(
         self,
@@ -75,22 +43,37 @@ class Engine:
         debug: bool = False,
     ) -> None:
         self.chunks = chunks
-        self._resident: Mapping[int, torch.Tensor] = {} if resident is None else resident
-        """State that never moves, by chunk: uint8 device tensors."""
         self.schedule = schedule
         self.debug = debug
         """Fill staged state with NaN once it is written back: whoever still reads it is found out."""
         self.ledger = Ledger()
         self.staging_peak = 0
-        """Largest arena held so far, bytes."""
+        """Most staging memory held so far, bytes."""
+        self._resident: Mapping[int, torch.Tensor] = {} if resident is None else resident
+        """State that never moves, by chunk: uint8 device tensors."""
         self._store = store
         self._streams = streams
         self._copier = copier
-        self._plan()
-        self._whole_first = schedule.first_step == "whole"
-        self._step: _Step | None = None
         self._updated: dict[int, Event] = {}
         self._written_back: dict[int, Event] = {}
+        self._plan()
+
+    @abstractmethod
+    def step(self, works: Sequence[Work]) -> None:
+        """Queue one optimizer step."""
+
+    @abstractmethod
+    def before_read(self, chunks: Sequence[int], reader: int = 0) -> list[Event]:
+        """Called when the parameters of these chunks are about to be read: queue their updates and what the schedule
+        wants in front of them. `reader` names who asks. Returns the events it must wait for."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Return when nothing is queued or in flight: parameters and host state are those of the last step."""
+
+    @abstractmethod
+    def _plan(self) -> None:
+        """Chunks, resident state or schedule have changed."""
 
     def extend(self, chunks: Sequence[Chunk], schedule: Schedule) -> None:
         """Take over a longer list of chunks (the store has them already) and, maybe, another schedule."""
@@ -98,161 +81,41 @@ class Engine:
         self.chunks, self.schedule = chunks, schedule
         self._plan()
 
-    def _plan(self) -> None:
-        self._moving = [replace(c, nbytes=0) if c.index in self._resident else c for c in self.chunks]
-        self._staging = plan_staging(self._moving, self.schedule.slots)
-        self._whole = plan_staging(self._moving, None)
+    def _move_in(self, stream: Stream, chunk: Chunk, staged: Staged) -> Event:
+        """Queue the copies into staging; the event follows the last of them."""
+        host = self._store.chunk(chunk.index)
+        return self._copy(stream, "in", [(part, host[at : at + part.numel()]) for at, part in staged.parts])
 
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of the staging arena of a steady step."""
-        return self._staging.nbytes
-
-    def step(self, works: Sequence[Work]) -> None:
-        """Queue one optimizer step. Synchronous schedules return when it is done, deferred ones after `lead`
-        chunks."""
-        self.queue_all()
-        if not works:
-            return
-        if self._whole_first or not self.schedule.copy_streams:
-            self._whole_first = False
-            self._in_turn(works)
-            return
-        self._begin(works)
-        if self.schedule.deferred:
-            self._queue(self._lead(works))
-        else:
-            self._queue(len(works))
-            self._streams.compute().record().synchronize()
-
-    def _lead(self, works: Sequence[Work]) -> int:
-        """How many works step() queues: up to and with the `lead`-th that moves."""
-        moving = [position for position, work in enumerate(works) if work.chunk.index not in self._resident]
-        return moving[self.schedule.lead - 1] + 1 if len(moving) >= self.schedule.lead else len(works)
-
-    def before_read(self, chunks: Sequence[int]) -> list[Event]:
-        """Called when the parameters of these chunks are about to be read: queue their updates and `ahead` more.
-
-        Returns the events the reader must wait for.
-        """
-        if self._step is not None:
-            last = max(chunks) + self.schedule.ahead
-            self._queue(sum(1 for work in self._step.waiting if work.chunk.index <= last))
-        return [self._updated[chunk] for chunk in chunks if chunk in self._updated]
-
-    def queue_all(self) -> None:
-        """Queue every update the forward has not asked for."""
-        if self._step is not None:
-            self._queue(len(self._step.waiting))
-
-    def drain(self) -> None:
-        """Return when nothing is queued or in flight: parameters and host state are those of the last step."""
-        self.queue_all()
-        for event in (*self._updated.values(), *self._written_back.values()):
-            event.synchronize()
-
-    def _in_turn(self, works: Sequence[Work]) -> None:
-        """Everything in, everything updated, everything out, on the compute stream."""
-        compute = self._streams.compute()
-        arena = self._allocate(self._whole)
-        begin = compute.record()
-        moving = [work for work in works if work.chunk.index not in self._resident]
-        staged = {work.chunk.index: _slice(arena, self._whole, work.chunk) for work in moving}
-        for index, state in staged.items():
-            self._copy(compute, "in", state, self._store.chunk(index))
-        for work in works:
-            self._update(compute, work, ({**staged, **self._resident})[work.chunk.index])
-        for work in moving:
-            self._move_out(compute, work.chunk, staged[work.chunk.index])
-        end = compute.record()
-        self.ledger.held(self._whole.nbytes, begin, end)
-        self._streams.release([arena], used_by=())
-        end.synchronize()
-
-    def _begin(self, works: Sequence[Work]) -> None:
-        arena = self._allocate(self._staging)
-        ready = self._streams.compute().record()
-        if self._staging.nbytes:
-            self._streams.side("in").wait(ready, Why.ARENA_READY)
-        self._step = _Step(deque(works), arena, ready, {})
-
-    def _queue(self, count: int) -> None:
-        """Queue the next `count` chunks, if there are as many; give the arena back after the last one."""
-        step = self._step
-        if step is None or count <= 0:
-            return
-        for _ in range(min(count, len(step.waiting))):
-            self._queue_chunk(step, step.waiting.popleft())
-        if step.waiting:
-            return
-        end = self._written_back[max(step.out)] if step.out else step.ready
-        self.ledger.held(self._staging.nbytes, step.ready, end)
-        if self.schedule.deferred:
-            self._streams.release([step.arena], used_by=[self._streams.side("out")])
-        else:
-            if step.out:
-                self._streams.compute().wait(end, Why.WRITTEN_BACK)
-            self._streams.release([step.arena], used_by=())
-        self._step = None
-
-    def _queue_chunk(self, step: _Step, work: Work) -> None:
-        index, deferred = work.chunk.index, self.schedule.deferred
-        moves_in, moves_out = self._streams.side("in"), self._streams.side("out")
-        updates = self._streams.side("update") if deferred else self._streams.compute()
-        if index in self._resident:
-            if deferred and not step.gradients_awaited:
-                updates.wait(step.ready, Why.GRADIENTS_READY)
-                step.gradients_awaited = True
-            self._finish_update(updates, work, self._resident[index])
-            return
-        staged = _slice(step.arena, self._staging, work.chunk)
-
-        displaced = [j for j in self._staging.displaced(self._moving, index) if j in step.out]
-        if displaced:
-            moves_in.wait(step.out[displaced[-1]], Why.SLOT_FREE)
-        if deferred and index in self._written_back:
-            moves_in.wait(self._written_back[index], Why.HOST_CURRENT)
-        loaded = self._copy(moves_in, "in", staged, self._store.chunk(index))
-
-        updates.wait(loaded, Why.LOADED)
-        self._finish_update(updates, work, staged)
-
-        moves_out.wait(self._updated[index], Why.UPDATED)
-        step.out[index] = self._written_back[index] = self._move_out(moves_out, work.chunk, staged)
-
-    def _finish_update(self, updates: Stream, work: Work, state: torch.Tensor) -> None:
-        self._updated[work.chunk.index] = self._update(updates, work, state)
-        if self.schedule.deferred:
-            # The gradients return to the allocator when the update has run, not when step() returns.
-            self._streams.release(work.gradients, used_by=[updates])
-
-    def _allocate(self, staging: Staging) -> torch.Tensor:
-        self.staging_peak = max(self.staging_peak, staging.nbytes)
-        return self._streams.allocate(staging.nbytes)
-
-    def _move_out(self, stream: Stream, chunk: Chunk, staged: torch.Tensor) -> Event:
-        end = self._copy(stream, "out", self._store.chunk(chunk.index), staged)
+    def _move_out(self, stream: Stream, chunk: Chunk, staged: Staged) -> Event:
+        """Queue the copies back to the host, and in debug runs the NaN behind them."""
+        host = self._store.chunk(chunk.index)
+        end = self._copy(stream, "out", [(host[at : at + part.numel()], part) for at, part in staged.parts])
         if not self.debug:
             return end
 
         def poison() -> None:
-            staged.fill_(0xFF)  # four such bytes are a float32 NaN
+            for _, part in staged.parts:
+                part.fill_(0xFF)  # four such bytes are a float32 NaN
 
-        stream.run(poison, writes=[self._streams.access(staged)])
+        stream.run(poison, writes=[self._streams.access(part) for _, part in staged.parts])
         return stream.record()
 
-    def _copy(self, stream: Stream, direction: Direction, target: torch.Tensor, source: torch.Tensor) -> Event:
-        def copy() -> None:
-            self._copier.copy(target, source)
-
+    def _copy(self, stream: Stream, direction: Direction, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         access = self._streams.access
         begin = stream.record() if self.ledger.keep else None
-        stream.run(copy, reads=[access(source)], writes=[access(target)])
+        nbytes = 0
+        for target, source in pairs:
+
+            def copy(target: torch.Tensor = target, source: torch.Tensor = source) -> None:
+                self._copier.copy(target, source)
+
+            stream.run(copy, reads=[access(source)], writes=[access(target)])
+            nbytes += target.numel()
         end = stream.record()
-        self.ledger.copied(direction, target.numel(), begin, end)
+        self.ledger.copied(direction, nbytes, begin, end)
         return end
 
-    def _update(self, stream: Stream, work: Work, staged: torch.Tensor) -> Event:
+    def _update(self, stream: Stream, work: Work, staged: Staged) -> Event:
         def update() -> None:
             work.update(staged)
 
@@ -260,11 +123,23 @@ class Engine:
         stream.run(
             update,
             reads=[access(gradient) for gradient in work.gradients],
-            writes=[access(staged), *(access(parameter) for parameter in work.parameters)],
+            writes=[
+                *(access(part) for _, part in staged.parts),
+                *(access(parameter) for parameter in work.parameters),
+            ],
         )
         return stream.record()
 
+    def _kept(self, chunk: Chunk) -> Staged:
+        """Resident state, where it is."""
+        return Staged.whole(self._resident[chunk.index])
 
-def _slice(arena: torch.Tensor, staging: Staging, chunk: Chunk) -> torch.Tensor:
-    start = staging.starts[chunk.index]
-    return arena[start : start + chunk.nbytes]
+    def _lead(self, works: Sequence[Work]) -> int:
+        """How many works step() queues: up to and with the `lead`-th that moves."""
+        moving = [position for position, work in enumerate(works) if work.chunk.index not in self._resident]
+        return moving[self.schedule.lead - 1] + 1 if len(moving) >= self.schedule.lead else len(works)
+
+    def _wait_for_all(self) -> None:
+        """Hold the host until every update and write-back queued so far has ended."""
+        for event in (*self._updated.values(), *self._written_back.values()):
+            event.synchronize()

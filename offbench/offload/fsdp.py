@@ -24,7 +24,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from offbench.offload.streams import Event, Streams, Why
 
-BeforeRead = Callable[[Sequence[int]], list[Event]]
+BeforeRead = Callable[[Sequence[int], int], list[Event]]
+"""(chunks, reader) -> events: the reader's number tells its second gather from another group's first.
+"""
 
 _GROUP = ("unshard", "wait_for_unshard", "fsdp_params", "mesh_info", "is_unsharded", "_all_gather_result")
 
@@ -82,10 +84,10 @@ class ReadGuard:
         streams: Streams,
     ) -> None:
         self._undo: list[Callable[[], None]] = []
-        for group in param_groups(model):
+        for reader, group in enumerate(param_groups(model)):
             chunks = sorted({chunk_of[p.sharded_param] for p in group.fsdp_params if p.sharded_param in chunk_of})
             if chunks:
-                self._undo.append(_wrap(group, chunks, before_read, streams))
+                self._undo.append(_wrap(group, chunks, reader, before_read, streams))
         hook = model.register_state_dict_pre_hook(lambda *_: drain())  # type: ignore[no-untyped-call]
         self._undo.append(hook.remove)
 
@@ -96,19 +98,21 @@ class ReadGuard:
         self._undo = []
 
 
-def _wrap(group: Any, chunks: Sequence[int], before_read: BeforeRead, streams: Streams) -> Callable[[], None]:
+def _wrap(
+    group: Any, chunks: Sequence[int], reader: int, before_read: BeforeRead, streams: Streams
+) -> Callable[[], None]:
     single = group.mesh_info.shard_mesh_size == 1
     unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
 
     def unshard_after_update(async_op: bool = False) -> Any:
         if not single and group._all_gather_result is None and not group.is_unsharded:
-            reader = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
-            _wait_all(streams.foreign(reader), before_read(chunks))
+            stream = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
+            _wait_all(streams.foreign(stream), before_read(chunks, reader))
         return unshard(async_op)
 
     def wait_after_update() -> Any:
         if single and group._all_gather_result is not None:
-            _wait_all(streams.compute(), before_read(chunks))
+            _wait_all(streams.compute(), before_read(chunks, reader))
         return wait_for_unshard()
 
     group.unshard, group.wait_for_unshard = unshard_after_update, wait_after_update

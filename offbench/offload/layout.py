@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from offbench.offload.staged import Staged
+
 
 @dataclass(frozen=True)
 class Member:
@@ -27,11 +29,11 @@ class Member:
         """The local shard, updated in place; asked for each time, since FSDP2 may re-lay it at the first forward."""
         return local_of(self.parameter)
 
-    def views(self, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """exp_avg and exp_avg_sq, shaped as the local shard, out of a chunk's bytes (uint8)."""
+    def views(self, chunk: Staged) -> tuple[torch.Tensor, torch.Tensor]:
+        """exp_avg and exp_avg_sq, shaped as the local shard, out of a chunk's bytes."""
         local = self.local
         nbytes = local.numel() * local.element_size()
-        first, second = (chunk[start : start + nbytes].view(local.dtype).view(local.shape) for start in self.moments)
+        first, second = (chunk.bytes(start, nbytes).view(local.dtype).view(local.shape) for start in self.moments)
         return first, second
 
 

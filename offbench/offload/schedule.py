@@ -39,11 +39,21 @@ class Schedule:
     first_step: Literal["bounded", "whole"] = "bounded"
     """whole: the first step stages all state on the device at once, as upstream did."""
 
+    write_back: Literal["forward", "backward"] = "forward"
+    """backward: updated state stays on the device until the last chunk has moved in, unless memory runs out. Staging
+    then grows into the memory of gradients whose updates have run, and `slots` means nothing."""
+    staging_bytes: int | None = None
+    """write_back backward: staging memory taken by step(), at least two chunks; None: as little as that."""
+    loss_bytes: int | None = None
+    """write_back backward: most staging memory, gradients' included, held when the forward ends; None: all it gets."""
+
     def __post_init__(self) -> None:
         if self.deferred and not self.copy_streams:
             raise ScheduleError(f"{self.name}: deferred updates need copy streams")
         if self.copy_streams and self.offloaded and self.slots is None:
             raise ScheduleError(f"{self.name}: copy streams need a number of slots")
+        if self.write_back == "backward" and not (self.deferred and self.first_step == "bounded"):
+            raise ScheduleError(f"{self.name}: write-back in backward needs deferred updates and a bounded first step")
         if self.deferred and self.lead < 1:
             raise ScheduleError(f"{self.name}: step() must queue at least one chunk")
 

@@ -25,12 +25,16 @@ class Why(StrEnum):
 
     ARENA_READY = "move-in waits until compute has clipped the gradients and no longer uses the staging memory"
     SLOT_FREE = "move-in waits until the chunk that held these staging bytes is written back"
+    GRADIENT_FREE = "move-in waits until the updates have run whose gradients held these staging bytes"
     HOST_CURRENT = "move-in waits until the previous step's write-back of the same host bytes has ended"
     GRADIENTS_READY = "deferred update of resident state waits until compute has clipped the gradients"
     LOADED = "update waits until its chunk is on the device"
     UPDATED = "write-back waits until its chunk is updated"
+    LINK_FREE = "write-back waits until the step's last move-in has arrived: one way at a time is faster"
     READ = "a reader of parameters waits until the last chunk that holds them is updated"
-    WRITTEN_BACK = "compute waits until everything is written back before staging memory is used again"
+    WRITTEN_BACK = (
+        "compute waits until staging memory is written back, or never came to be used, before it uses it again"
+    )
 
 
 class Access(NamedTuple):

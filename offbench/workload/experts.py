@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offbench.offload.readback import Mailbox, Way
 from offbench.workload.kernels import Kernels
 from offbench.workload.presets import ModelShape
 
@@ -192,16 +193,26 @@ class ExpertParallel:
     can be launched without the splits is launched before the wait: index arithmetic (over an upper bound of rows), the
     gather of the rows to send, and, as the wait is inside the forward of the experts' FSDP unit, its unsharding.
 
-    known: every expert gets equally many rows (balanced routing), so the host need not ask.
+    known: every expert gets equally many rows (balanced routing), so the host need not ask. readbacks: how the splits
+    reach the host.
     """
 
-    def __init__(self, group: dist.ProcessGroup, experts: int, device: torch.device, known: bool = False) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        experts: int,
+        device: torch.device,
+        known: bool = False,
+        readbacks: Way = "copy",
+    ) -> None:
         self.group = group
         self.ranks = group.size()
         self.local = experts // self.ranks
         self.known = known
-        self._pinned = (
-            torch.empty((2, self.ranks), dtype=torch.int64, pin_memory=True) if device.type == "cuda" else None
+        self.mailbox = (
+            Mailbox(torch.empty((2, self.ranks), dtype=torch.int64, pin_memory=True), device, readbacks)
+            if device.type == "cuda"
+            else None
         )
 
     def plan(self, counts: Tensor, rows: int, kernels: Kernels) -> Plan:
@@ -214,8 +225,9 @@ class ExpertParallel:
             return Plan(ends, into, back, torch.full((2, self.ranks), rows // self.ranks))
         splits = both.sum(dim=-1)
         ready = None
-        if self._pinned is not None:
-            splits = self._pinned.copy_(splits, non_blocking=True)
+        if self.mailbox is not None:
+            self.mailbox.send(splits)
+            splits = self.mailbox.buffer
             ready = _make_event()
             ready.record()
         into, back, ends = kernels.sort_runs(both[1], self.ranks * rows)

@@ -152,7 +152,7 @@ def _expert_parallel(
     if spec.workload.ep == 1:
         return None
     known = not spec.workload.count_readback
-    return ExpertParallel(mesh["ep"].get_group(), shape.experts, device, known=known)
+    return ExpertParallel(mesh["ep"].get_group(), shape.experts, device, known, spec.arm.readbacks)
 
 
 def _activation_offload(

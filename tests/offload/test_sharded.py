@@ -25,6 +25,10 @@ ARMS = {
     "overlap wide": {"slots": 8, "lead": 8, "ahead": 4},
     "overlap pieces": {"pieces": 4, "slots": 1, "lead": 1, "ahead": 0},
     "overlap resident": {"slots": 2, "lead": 2, "ahead": 1, "state_budget": 2 << 20},
+    "stream": {"lead": 2, "ahead": 1, "staging_bytes": 2 << 20},
+    "stream resident": {"lead": 2, "ahead": 1, "staging_bytes": 2 << 20, "state_budget": 2 << 20, "pieces": 4},
+    "stream no growth": {"lead": 8, "ahead": 4, "staging_bytes": 2 << 20, "loss_bytes": 2 << 20},
+    "stream wide": {"lead": 99, "staging_bytes": 8 << 20},
     "overlap whole": {"slots": 3, "lead": 1, "ahead": 0, "first_step": "whole"},
 }
 

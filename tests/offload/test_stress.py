@@ -15,7 +15,7 @@ import torch
 
 from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialEvent, AdversarialStreams
-from offbench.offload.engine import Engine
+from offbench.offload.ring import RingEngine as Engine
 from offbench.offload.streams import Streams
 from offbench.verify import trainees
 from offbench.verify.cases import Case, Variant, variants

@@ -11,8 +11,11 @@ from torch.optim.adamw import adamw
 from offbench.offload.chunks import plan_chunks
 from offbench.offload.copies import Copier
 from offbench.offload.engine import Engine, Work
+from offbench.offload.flow import FlowEngine
 from offbench.offload.hoststore import HostStore
+from offbench.offload.ring import RingEngine
 from offbench.offload.schedule import Schedule
+from offbench.offload.staged import Staged
 from offbench.offload.streams import Streams, Why
 
 SIZES = (96, 160, 64, 256, 128, 320, 64, 192)
@@ -61,6 +64,15 @@ def _adamw(
     )  # fmt: skip
 
 
+def _buffers(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Zeros for gradients, two of them in one buffer, as FSDP2 reduces a parameter group into one."""
+    found = []
+    for first, second in zip(parameters[::2], parameters[1::2], strict=True):
+        buffer = torch.zeros(first.numel() + second.numel())
+        found += buffer.split([first.numel(), second.numel()])
+    return found
+
+
 def plain() -> Result:
     """The reference: the same steps with everything in place."""
     parameters = _initial()
@@ -74,8 +86,8 @@ def plain() -> Result:
     return Result(parameters, first + second)
 
 
-def _state_of(chunk_bytes: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    return chunk_bytes[offset : offset + like.numel() * 4].view(torch.float32)
+def _state_of(chunk: Staged, offset: int, like: torch.Tensor) -> torch.Tensor:
+    return chunk.bytes(offset, like.numel() * 4).view(torch.float32)
 
 
 def run(schedule: Schedule, streams: Streams, tamper: Callable[[Engine], None] | None = None) -> Result:
@@ -87,16 +99,17 @@ def run(schedule: Schedule, streams: Streams, tamper: Callable[[Engine], None] |
         if sum(state.numel() for state in resident.values()) + chunk.nbytes <= schedule.resident_bytes:
             resident[chunk.index] = torch.zeros(chunk.nbytes, dtype=torch.uint8)
     store = HostStore([0 if chunk.index in resident else chunk.nbytes for chunk in chunks])
-    engine = Engine(chunks, store, schedule, streams, Copier(), resident)
+    made = FlowEngine if schedule.write_back == "backward" else RingEngine
+    engine = made(chunks, store, schedule, streams, Copier(), resident)
     if tamper is not None:
         tamper(engine)
     counters = [torch.tensor(0.0) for _ in parameters]
     compute, access = streams.compute(), streams.access
 
     for step in range(STEPS):
-        gradients = [torch.zeros_like(p) for p in parameters]
+        gradients = _buffers(parameters)
         for chunk in chunks:
-            for event in engine.before_read([chunk.index]):
+            for event in engine.before_read([chunk.index], chunk.index):
                 compute.wait(event, Why.READ)
             for i in chunk.members:
                 compute.run(
@@ -104,13 +117,16 @@ def run(schedule: Schedule, streams: Streams, tamper: Callable[[Engine], None] |
                     reads=[access(parameters[i])],
                     writes=[access(gradients[i])],
                 )
+        for chunk in reversed(chunks):  # the backward gathers the parameters once more
+            for event in engine.before_read([chunk.index], chunk.index):
+                compute.wait(event, Why.READ)
         for gradient in gradients:
             compute.run(lambda gradient=gradient: _clip(gradient), writes=[access(gradient)])
 
         works = []
         for chunk in chunks:
 
-            def update(state: torch.Tensor, chunk=chunk, step=step, gradients=gradients) -> None:
+            def update(state: Staged, chunk=chunk, step=step, gradients=gradients) -> None:
                 _adamw(
                     [parameters[i] for i in chunk.members],
                     [gradients[i] for i in chunk.members],
@@ -133,7 +149,7 @@ def run(schedule: Schedule, streams: Streams, tamper: Callable[[Engine], None] |
 
     where = {i: (c.index, o) for c in chunks for i, o in zip(c.members, c.offsets, strict=True)}
     moments = [
-        _state_of(resident.get(where[i][0], store.chunk(where[i][0])), where[i][1][which], parameters[i])
+        _state_of(Staged.whole(resident.get(where[i][0], store.chunk(where[i][0]))), where[i][1][which], parameters[i])
         for which in (0, 1)
         for i in range(len(parameters))
     ]

@@ -1,0 +1,39 @@
+"""stream: state flows through the memory gradients leave behind; move-in has the link to itself during the forward,
+write-back during the end of the forward and the backward. The leading layers' state stays on the GPU."""
+
+from __future__ import annotations
+
+from offbench.arms.arm import Arm
+from offbench.config import GIB
+from offbench.offload.schedule import Schedule
+
+STAGING_CHUNKS = 4
+"""Default arena, in chunks: what activations leave free at step() in Qwen3-30B-A3B with full checkpointing."""
+
+ARM = Arm(
+    name="stream",
+    moves="chunks in, updated; out when memory asks for it, and after the last move-in",
+    when="step() queues `lead`, the next forward the rest, `ahead` in front; out into the next backward",
+    memory="`state_budget` always; `staging_bytes` from step() on, growing into gradients to `loss_bytes`",
+    schedule=lambda spec: Schedule(
+        "stream",
+        offloaded=True,
+        chunk_bytes=spec.chunk_bytes or GIB,
+        resident_bytes=spec.state_budget or 0,
+        deferred=True,
+        lead=spec.lead or 8,
+        ahead=12 if spec.ahead is None else spec.ahead,
+        write_back="backward",
+        staging_bytes=STAGING_CHUNKS * (spec.chunk_bytes or GIB) if spec.staging_bytes is None else spec.staging_bytes,
+        loss_bytes=spec.loss_bytes,
+    ).in_pieces(spec.pieces or 1),
+    defaults={
+        "chunk_bytes": GIB,
+        "pieces": 4,
+        "state_budget": 0,
+        "staging_bytes": None,
+        "loss_bytes": None,
+        "lead": 8,
+        "ahead": 12,
+    },
+)

@@ -1,0 +1,157 @@
+"""Staging memory made of several pieces of device memory, and who must have passed before a range of it is written.
+
+An extent is one tensor: part of the staging arena, or the memory of a gradient whose update has run. Ranges of it are
+taken for state that moves in and given back once that state is written back. Nothing here waits: a range carries the
+events its next user has to wait for, so a whole step can be queued at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from offbench.offload.chunks import ALIGNMENT
+from offbench.offload.streams import Event, Why
+
+Guards = Mapping[Why, tuple[int, Event]]
+"""What to wait for, by reason: a number that grows with time, and the event. Events of one reason pass in order, so
+the latest stands for all."""
+
+
+@dataclass(eq=False)
+class Extent:
+    """One piece of device memory."""
+
+    memory: torch.Tensor
+    """uint8 [nbytes], contiguous."""
+    begin: Event
+    """Passed when its last use before staging was over."""
+    free: list[_Free] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return int(self.memory.numel())
+
+    @property
+    def clear_at(self) -> int:
+        """When the last of its ranges was given back, as a number that grows with time."""
+        return max(number for free in self.free for number, _ in free.guards.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether every range has been given back."""
+        return len(self.free) == 1 and self.free[0].stop - self.free[0].start == self.nbytes
+
+
+@dataclass(eq=False)
+class _Free:
+    start: int
+    stop: int
+    guards: Guards
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes taken out of an extent."""
+
+    extent: Extent
+    start: int
+    stop: int
+    guards: Guards
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """uint8 [stop - start]."""
+        return self.extent.memory[self.start : self.stop]
+
+
+class Extents:
+    """First in, best fit: the smallest free range that is large enough, of equals the one free for longest."""
+
+    def __init__(self) -> None:
+        self.all: list[Extent] = []
+        self._clock = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all extents, free or not."""
+        return sum(extent.nbytes for extent in self.all)
+
+    def add(self, memory: torch.Tensor, why: Why, ready: Event) -> Extent:
+        """Take over memory (uint8, contiguous) whose last use so far is over when `ready` has passed."""
+        extent = Extent(memory, ready)
+        extent.free.append(_Free(0, extent.nbytes, {why: (self._now(), ready)}))
+        self.all.append(extent)
+        return extent
+
+    def take(self, sizes: Iterable[int]) -> list[Range] | None:
+        """A range for each of the sizes, or None, and nothing taken, when they do not all fit."""
+        taken: list[Range] = []
+        for nbytes in sizes:
+            found = self._best(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+            if found is None:
+                for one in reversed(taken):
+                    self._insert(one.extent, _Free(one.start, one.stop, one.guards))
+                return None
+            taken.append(found)
+        return taken
+
+    def give(self, range_: Range, why: Why, event: Event) -> None:
+        """Give a range back; its next user waits for `event`, which comes after everything waited for before."""
+        self._insert(range_.extent, _Free(range_.start, range_.stop, {why: (self._now(), event)}))
+
+    @staticmethod
+    def guards(ranges: Iterable[Range]) -> list[tuple[Why, Event]]:
+        """What must have passed before these ranges are written."""
+        return [(why, event) for why, (_, event) in later(*(one.guards for one in ranges)).items()]
+
+    def remove(self, extent: Extent) -> list[tuple[Why, Event]]:
+        """Forget an idle extent, whose memory goes back to whom it came from once the returned events have passed."""
+        assert extent.idle
+        self.all.remove(extent)
+        return [(why, event) for why, (_, event) in extent.free[0].guards.items()]
+
+    @staticmethod
+    def passed(extent: Extent) -> bool:
+        """Whether everything that an idle extent's next user must wait for has passed."""
+        return all(event.query() for _, event in extent.free[0].guards.values())
+
+    def _now(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _best(self, nbytes: int) -> Range | None:
+        fitting = [
+            (free.stop - free.start, max(number for number, _ in free.guards.values()), free.start, extent, free)
+            for extent in self.all
+            for free in extent.free
+            if free.stop - free.start >= nbytes
+        ]
+        if not fitting:
+            return None
+        *_, extent, free = min(fitting, key=lambda found: found[:3])
+        extent.free.remove(free)
+        if free.start + nbytes < free.stop:
+            extent.free.append(_Free(free.start + nbytes, free.stop, free.guards))
+        return Range(extent, free.start, free.start + nbytes, free.guards)
+
+    @staticmethod
+    def _insert(extent: Extent, new: _Free) -> None:
+        """Add a free range and merge it with its neighbours."""
+        for other in [free for free in extent.free if free.stop == new.start or free.start == new.stop]:
+            extent.free.remove(other)
+            new = _Free(min(other.start, new.start), max(other.stop, new.stop), later(other.guards, new.guards))
+        extent.free.append(new)
+
+
+def later(*all_guards: Guards) -> Guards:
+    """By reason, the latest of the events."""
+    found: dict[Why, tuple[int, Event]] = {}
+    for guards in all_guards:
+        for why, guard in guards.items():
+            if why not in found or guard[0] > found[why][0]:
+                found[why] = guard
+    return found

@@ -1,0 +1,255 @@
+"""The engine of arm stream: state flows through the memory that gradients leave behind.
+
+Each update ends the life of its gradient, 4 bytes a parameter, just when the next moments, 8 bytes a parameter, need
+room. So staging starts as a small arena at step() and grows into gradient memory while the forward updates layer by
+layer; parameters, gradients and staging together stay constant. Move-in then never waits for write-back while that
+memory lasts, has the link to itself, and everything else is written back after the last move-in: at the end of the
+forward and in the backward, whose gradients take their memory back layer by layer.
+
+Note [Who waits for whom]
+    stream   waits for           because (see `streams.Why`)
+    in       compute             the staging arena is compute-stream memory                    ARENA_READY
+    in       update              a gradient held these staging bytes                           GRADIENT_FREE
+    in       out                 an earlier chunk of this step held these staging bytes        SLOT_FREE
+    update   in                  the chunk's state must be on the device                       LOADED
+    update   compute             resident state: gradients must be complete and clipped        GRADIENTS_READY
+    out      update              only updated state may be written back                        UPDATED
+    out      in                  write-back that no memory waits for leaves the link to others LINK_FREE (speed only)
+    reader   update              a layer is gathered after its last chunk's update             READ
+    compute  out                 staging memory returns to compute only when written back      WRITTEN_BACK
+
+Host bytes are current without a wait of their own: compute has waited for the previous step's write-back before it
+hands over the arena and the gradients of this step.
+Only memory decides what is written back early: a chunk that finds no room has the oldest updated chunks written back.
+No wait is made on the host, and none depends on how far the device has come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offbench.offload.chunks import Chunk
+from offbench.offload.engine import Engine, Work
+from offbench.offload.extents import Extent, Extents, Range
+from offbench.offload.staged import Staged, segments
+from offbench.offload.streams import Event, Why
+
+EXTENT_BYTES = 512 << 20
+"""The arena is made of pieces of this size, so that it returns to the allocator bit by bit."""
+LEAST_CHUNKS = 2
+"""Smallest arena, in chunks: one moves in while another is written back."""
+
+
+@dataclass
+class _Gradient:
+    """Memory that the gradients of some works share."""
+
+    tensors: list[torch.Tensor]
+    pending: set[int]
+    """Chunks whose update still reads it."""
+
+
+@dataclass
+class _Step:
+    """What one optimizer step still owes, and the memory it holds."""
+
+    waiting: deque[Work]
+    ready: Event
+    """Passed when compute has clipped the gradients."""
+    gradients: dict[int, _Gradient]
+    """By address of their memory."""
+    staged: deque[tuple[Chunk, list[Range]]] = field(default_factory=deque)
+    """Updated chunks that are not written back yet, oldest first."""
+    grown_bytes: int = 0
+    """Gradient memory taken over."""
+    gradients_awaited: bool = False
+    """The update stream has waited for `ready`."""
+    last_in: Event | None = None
+    arrived: list[Extent] = field(default_factory=list)
+    """Once everything is queued: extents in the order in which they are written back."""
+    readers: set[int] = field(default_factory=set)
+    """Who has read since step()."""
+    read_again: set[int] = field(default_factory=set)
+    """Chunks whose reader came a second time, as the backward does: their gradients come next."""
+
+
+class FlowEngine(Engine):
+    """One step can have work left, or memory to give back: the next step() first finishes it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._extents = Extents()
+        self._step: _Step | None = None
+        super().__init__(*args, **kwargs)
+
+    def _plan(self) -> None:
+        moving = [c for c in self.chunks if c.index not in self._resident and c.nbytes]
+        self._segments = {c.index: segments(c, max(1, self.schedule.chunk_bytes // 8)) for c in moving}
+        self._largest = max((c.nbytes for c in moving), default=0)
+        staging = max(self.schedule.staging_bytes or 0, LEAST_CHUNKS * self._largest)
+        self._arena_bytes = min(staging, sum(c.nbytes for c in moving))
+
+    def step(self, works: Sequence[Work]) -> None:
+        """Queue one optimizer step: the first `lead` chunks now, the others from the forward's reads."""
+        self._finish()
+        if not works:
+            return
+        self.ledger.step += 1
+        self._add_arena()
+        ready = self._streams.compute().record()
+        self._step = _Step(deque(works), ready, _by_memory(works))
+        self._queue(self._step, self._lead(works))
+
+    def before_read(self, chunks: Sequence[int], reader: int = 0) -> list[Event]:
+        """Queue the updates of these chunks and `ahead` more; a second read gives memory back to the backward."""
+        step = self._step
+        if step is not None:
+            last = max(chunks) + self.schedule.ahead
+            self._queue(step, sum(1 for work in step.waiting if work.chunk.index <= last))
+            if reader in step.readers:
+                self._queue(step, len(step.waiting))
+                step.read_again.update(chunks)
+                self._make_room(step)
+            step.readers.add(reader)
+        return [self._updated[chunk] for chunk in chunks if chunk in self._updated]
+
+    def drain(self) -> None:
+        """Return when nothing is queued or in flight; staging memory is given back."""
+        self._finish()
+        self._wait_for_all()
+
+    def _finish(self) -> None:
+        """Queue what the step still owes, and let compute have its memory back."""
+        if self._step is not None:
+            self._queue(self._step, len(self._step.waiting))
+            while self._step.arrived:
+                self._give_back(self._step.arrived.pop(0))
+            self._step = None
+
+    def _add_arena(self) -> None:
+        left = self._arena_bytes
+        while left:
+            nbytes = left if left < 2 * max(EXTENT_BYTES, self._largest) else max(EXTENT_BYTES, self._largest)
+            memory = self._streams.allocate(nbytes)
+            self._extents.add(memory, Why.ARENA_READY, self._streams.compute().record())
+            left -= nbytes
+
+    def _queue(self, step: _Step, count: int) -> None:
+        """Queue the next `count` chunks, if there are as many; after the last one, all write-back."""
+        for _ in range(min(count, len(step.waiting))):
+            self._queue_chunk(step, step.waiting.popleft())
+        if step.waiting or not self._extents.all or step.arrived:
+            return
+        if step.staged and step.last_in is not None:
+            self._streams.side("out").wait(step.last_in, Why.LINK_FREE)
+        while step.staged:
+            self._write_back(*step.staged.popleft())
+        step.arrived = sorted(self._extents.all, key=lambda extent: extent.clear_at)
+
+    def _queue_chunk(self, step: _Step, work: Work) -> None:
+        updates = self._streams.side("update")
+        if work.chunk.index in self._resident:
+            if not step.gradients_awaited:
+                updates.wait(step.ready, Why.GRADIENTS_READY)
+                step.gradients_awaited = True
+            self._finish_update(step, work, self._kept(work.chunk))
+            return
+        ranges = self._place(step, work.chunk)
+        moves_in = self._streams.side("in")
+        for why, event in self._extents.guards(ranges):
+            moves_in.wait(event, why)
+        staged = self._staged(work.chunk, ranges)
+        step.last_in = self._move_in(moves_in, work.chunk, staged)
+
+        updates.wait(step.last_in, Why.LOADED)
+        step.staged.append((work.chunk, ranges))
+        self._finish_update(step, work, staged)
+        self.staging_peak = max(self.staging_peak, self._extents.nbytes)
+
+    def _place(self, step: _Step, chunk: Chunk) -> list[Range]:
+        """Room for a chunk; the oldest updated ones are written back until there is enough."""
+        sizes = [nbytes for _, nbytes in self._segments[chunk.index]]
+        while (ranges := self._extents.take(sizes)) is None:
+            self._write_back(*step.staged.popleft())
+        return ranges
+
+    def _staged(self, chunk: Chunk, ranges: Sequence[Range]) -> Staged:
+        parts = zip(self._segments[chunk.index], ranges, strict=True)
+        return Staged([(start, range_.memory[:nbytes]) for (start, nbytes), range_ in parts])
+
+    def _write_back(self, chunk: Chunk, ranges: Sequence[Range]) -> None:
+        moves_out = self._streams.side("out")
+        moves_out.wait(self._updated[chunk.index], Why.UPDATED)
+        event = self._move_out(moves_out, chunk, self._staged(chunk, ranges))
+        self._written_back[chunk.index] = event
+        for range_ in ranges:
+            self._extents.give(range_, Why.SLOT_FREE, event)
+
+    def _finish_update(self, step: _Step, work: Work, staged: Staged) -> None:
+        updated = self._update(self._streams.side("update"), work, staged)
+        self._updated[work.chunk.index] = updated
+        self._recycle(step, work, updated)
+
+    def _recycle(self, step: _Step, work: Work, updated: Event) -> None:
+        """Gradient memory that nobody reads any more becomes staging memory, or returns to the allocator."""
+        allowed = self.schedule.loss_bytes
+        for address in {gradient.untyped_storage().data_ptr() for gradient in work.gradients}:
+            shared = step.gradients[address]
+            shared.pending.discard(work.chunk.index)
+            if shared.pending:
+                continue
+            del step.gradients[address]
+            memory = _sole_memory(shared.tensors)
+            if memory is None or not self._wanted(step, memory.numel(), allowed):
+                self._streams.release(shared.tensors, used_by=[self._streams.side("update")])
+                continue
+            step.grown_bytes += memory.numel()
+            self._extents.add(memory, Why.GRADIENT_FREE, updated)
+        work.gradients = []
+
+    def _wanted(self, step: _Step, nbytes: int, allowed: int | None) -> bool:
+        """Whether so much more memory may hold state when the forward ends, and some chunk still needs any."""
+        needed = any(work.chunk.index not in self._resident for work in step.waiting)
+        within = allowed is None or self._arena_bytes + step.grown_bytes + nbytes <= allowed
+        return needed and within and nbytes >= self.schedule.chunk_bytes // 8
+
+    def _make_room(self, step: _Step) -> None:
+        """Give back as much memory as the gradients that come next need, and whatever is written back already."""
+        gradients = sum(chunk.nbytes for chunk in self.chunks if chunk.index in step.read_again) // 2
+        held = self._arena_bytes + step.grown_bytes - gradients
+        while step.arrived and (self._extents.nbytes > held or self._extents.passed(step.arrived[0])):
+            self._give_back(step.arrived.pop(0))
+
+    def _give_back(self, extent: Extent) -> None:
+        compute = self._streams.compute()
+        for _, event in self._extents.remove(extent):
+            compute.wait(event, Why.WRITTEN_BACK)
+        self.ledger.held(extent.nbytes, extent.begin, compute.record())
+        self._streams.release([extent.memory], used_by=())
+
+
+def _by_memory(works: Sequence[Work]) -> dict[int, _Gradient]:
+    found: dict[int, _Gradient] = {}
+    for work in works:
+        for gradient in work.gradients:
+            shared = found.setdefault(gradient.untyped_storage().data_ptr(), _Gradient([], set()))
+            shared.tensors.append(gradient)
+            shared.pending.add(work.chunk.index)
+    return found
+
+
+def _sole_memory(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """All bytes of the memory behind these gradients (uint8), if nothing else refers to it.
+
+    FSDP2 reduces a parameter group into one buffer of which all its gradients are views.
+    """
+    storage = gradients[0].untyped_storage()
+    bases = {id(gradient._base) for gradient in gradients if gradient._base is not None}
+    ours = len({id(gradient) for gradient in gradients}) + len(bases) + 1  # and `storage`
+    if torch._C._storage_Use_Count(storage._cdata) != ours:
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=gradients[0].device).set_(storage)

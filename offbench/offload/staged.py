@@ -1,0 +1,41 @@
+"""A chunk's state on the device: one tensor, or several that hold consecutive bytes of it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+
+from offbench.offload.chunks import Chunk
+
+
+class Staged:
+    """parts: (byte offset in the chunk, uint8 tensor), in order and without a gap."""
+
+    def __init__(self, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self.parts = tuple(parts)
+        self._starts = [start for start, _ in self.parts]
+
+    @staticmethod
+    def whole(state: torch.Tensor) -> Staged:
+        """All of it in one uint8 tensor."""
+        return Staged([(0, state)])
+
+    def bytes(self, start: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] of the chunk's bytes from `start`; they must lie in one part, as a whole moment does."""
+        at, part = self.parts[bisect_right(self._starts, start) - 1]
+        return part[start - at : start - at + nbytes]
+
+
+def segments(chunk: Chunk, least: int) -> list[tuple[int, int]]:
+    """(start, bytes) of the parts in which a chunk may be staged: whole moments, together until they reach `least`
+    bytes, so that large moments are apart and find room in smaller gaps."""
+    starts = sorted(offset for pair in chunk.offsets for offset in pair)
+    found: list[tuple[int, int]] = []
+    begin = 0
+    for stop in [*starts[1:], chunk.nbytes]:
+        if stop - begin >= least or stop == chunk.nbytes:
+            found.append((begin, stop - begin))
+            begin = stop
+    return found

@@ -1,0 +1,160 @@
+"""stream's memory: ranges never overlap, staging grows into gradients, and the backward gets its memory back."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbench.offload.adversary import AdversarialEvent, AdversarialStreams
+from offbench.offload.chunks import ALIGNMENT
+from offbench.offload.extents import Extents, Range, later
+from offbench.offload.schedule import Schedule
+from offbench.offload.staged import Staged, segments
+from offbench.offload.streams import DeviceStreams, Why
+from tests.offload import sharded, trainer
+from tests.ranks import on_ranks
+
+CPU = torch.device("cpu")
+
+
+def event() -> AdversarialEvent:
+    return AdversarialStreams().compute().record()
+
+
+def extents(*sizes: int) -> Extents:
+    made = Extents()
+    for nbytes in sizes:
+        made.add(torch.empty(nbytes, dtype=torch.uint8), Why.ARENA_READY, event())
+    return made
+
+
+@given(
+    sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    moves=st.lists(st.tuples(st.booleans(), st.integers(1, 5), st.integers(0, 9)), max_size=60),
+)
+def test_no_byte_is_taken_twice_and_none_is_lost(sizes: list[int], moves: list[tuple[bool, int, int]]) -> None:
+    memory = extents(*(n * ALIGNMENT for n in sizes))
+    taken: list[Range] = []
+    for take, nbytes, which in moves:
+        if take:
+            taken += memory.take([nbytes * ALIGNMENT]) or []
+        elif taken:
+            memory.give(taken.pop(which % len(taken)), Why.SLOT_FREE, event())
+        for extent in memory.all:
+            mine = sorted((one.start, one.stop) for one in taken if one.extent is extent)
+            free = sorted((one.start, one.stop) for one in extent.free)
+            together = sorted(mine + free)
+            assert together[0][0] == 0
+            assert together[-1][1] == extent.nbytes
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(together))
+            assert all(a[1] < b[0] for a, b in itertools.pairwise(free)), "neighbours are merged"
+    for one in taken:
+        memory.give(one, Why.SLOT_FREE, event())
+    assert all(extent.idle for extent in memory.all)
+
+
+def test_sizes_that_do_not_all_fit_take_nothing() -> None:
+    memory = extents(4 * ALIGNMENT)
+    assert memory.take([3 * ALIGNMENT, 2 * ALIGNMENT]) is None
+    assert memory.all[0].idle
+    assert memory.take([3 * ALIGNMENT, ALIGNMENT]) is not None
+
+
+def test_the_next_user_waits_for_the_latest_event_of_each_reason() -> None:
+    first, second, other = event(), event(), event()
+    merged = later({Why.SLOT_FREE: (1, first)}, {Why.SLOT_FREE: (3, second), Why.GRADIENT_FREE: (2, other)})
+    assert merged == {Why.SLOT_FREE: (3, second), Why.GRADIENT_FREE: (2, other)}
+
+
+def test_large_moments_are_staged_apart_and_small_ones_together() -> None:
+    from offbench.offload.chunks import plan_chunks
+
+    (chunk,) = plan_chunks([512, 512, 4096], 1 << 20)
+    assert segments(chunk, 4096) == [(0, 6144), (6144, 4096)]
+    assert segments(chunk, 1) == [(0, 512), (512, 512), (1024, 512), (1536, 512), (2048, 4096), (6144, 4096)]
+    parts = Staged(
+        [
+            (start, torch.full((nbytes,), i, dtype=torch.uint8))
+            for i, (start, nbytes) in enumerate(segments(chunk, 4096))
+        ]
+    )
+    assert parts.bytes(2048, 4096).unique().tolist() == [0]
+    assert parts.bytes(6144, 4096).unique().tolist() == [1]
+
+
+def stream(**options: object) -> Schedule:
+    return Schedule(
+        "stream", offloaded=True, chunk_bytes=trainer.CAP, deferred=True, write_back="backward", lead=99, **options
+    )
+
+
+def directions(schedule: Schedule) -> list[list[str]]:
+    """Per step, the directions of the copies in the order in which they were queued."""
+    steps: list[list[str]] = []
+
+    def watch(engine) -> None:
+        copy, step = engine._copy, engine.step
+
+        def spy_copy(at, direction, pairs):
+            steps[-1].append(direction)
+            return copy(at, direction, pairs)
+
+        def spy_step(works):
+            engine._finish()
+            steps.append([])
+            step(works)
+
+        engine._copy, engine.step = spy_copy, spy_step
+
+    trainer.run(schedule, AdversarialStreams(), watch)
+    return steps
+
+
+def test_nothing_is_written_back_before_the_last_move_in_while_there_is_room() -> None:
+    for queued in directions(stream(staging_bytes=1 << 20)):
+        assert queued == sorted(queued), "all in, then all out"
+
+
+def test_without_growth_memory_alone_decides_what_is_written_back_early() -> None:
+    grown, bounded = directions(stream()), directions(stream(loss_bytes=0))
+
+    def early(queued: list[str]) -> int:
+        return queued[: len(queued) - queued[::-1].index("in")].count("out")
+
+    assert early(bounded[0]) > early(grown[0]) > 0
+
+
+def held(rank: int, options: dict[str, int]) -> tuple[int, int, list[int], int]:
+    """Arena, largest staging, staging held at each gather of one backward, and state bytes."""
+    model = sharded.build(CPU)
+    optimizer = sharded.optimizer_of("stream", model, DeviceStreams(CPU), lead=99, **options)
+    sharded.train(model, optimizer, rank, CPU, steps=range(1))
+    engine = optimizer._engine
+    before_read, seen = engine.before_read, []
+
+    def spy(chunks, reader):
+        events = before_read(chunks, reader)
+        seen.append(engine._extents.nbytes)
+        return events
+
+    engine.before_read = spy
+    optimizer._watch(engine)
+    sharded.train(model, optimizer, rank, CPU, steps=range(1, 2))
+    optimizer.drain()
+    assert engine._extents.nbytes == 0
+    return engine._arena_bytes, optimizer.staging_peak, seen, optimizer.bytes_per_step
+
+
+@pytest.mark.parametrize("loss_bytes", [None, 2 << 20])
+def test_staging_grows_into_gradients_and_the_backward_gets_them_back(loss_bytes: int | None) -> None:
+    for arena, peak, seen, state in on_ranks(2, held, {"staging_bytes": 2 << 20, "loss_bytes": loss_bytes}):
+        assert arena == 2 << 20
+        if loss_bytes is None:
+            assert arena < peak <= arena + state // 2
+        else:
+            assert peak == arena
+        assert seen[-1] == 0, "everything is given back before the backward ends"
