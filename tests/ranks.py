@@ -14,9 +14,12 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.multiprocessing as mp
 
+from offbench.verify.ranks import yield_cores
+
 
 def _child(rank: int, function: Callable[..., Any], world: int, folder: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    yield_cores()
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout)
     try:

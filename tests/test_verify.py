@@ -20,9 +20,10 @@ from offbench.offload import OffloadedAdamW
 from offbench.offload.schedule import Schedule
 from offbench.verify import cases as matrix
 from offbench.verify import command, ranks, table, trial
-from offbench.verify.cases import ADVERSARIES, PLAIN, Case, Variant, cases, paces, variants
+from offbench.verify.cases import ADVERSARIES, LARGE_MODELS, PLAIN, Case, Variant, cases, paces, variants
 from offbench.verify.table import Answer, judge
-from offbench.verify.trial import Difference, Trial, first_difference
+from offbench.verify.trainees import build
+from offbench.verify.trial import Difference, Trial, first_difference, first_not_finite
 from tests.ranks import on_ranks
 from tests.test_cli import modules
 
@@ -64,9 +65,17 @@ def test_cells_take_turns_at_every_pace_the_adversary_has() -> None:
     turns = [paces("cpu", 2, overlap, number, quick=True) for number in range(len(ADVERSARIES))]
     assert {pace for turn in turns for pace in turn} == set(ADVERSARIES)
     assert all(len(set(turn)) == 2 for turn in turns)
-    assert PLAIN in paces("cpu", 2, overlap, 0, quick=False)
     assert paces("cpu", 2, Variant("none").schedule(1 << 20), 0, quick=False) == [PLAIN]
     assert [pace.copy_repeat for pace in paces("cuda", 2, overlap, 0, quick=True)] == [1.0, 40.0]
+
+
+@pytest.mark.parametrize("world", matrix.WORLDS)
+def test_in_the_full_matrix_each_variant_meets_every_pace(world: int) -> None:
+    chosen, overlap = variants([]), Variant("overlap").schedule(1 << 20)
+    for column in range(len(chosen)):
+        numbers = range(column, len(chosen) * len(cases(world, quick=False)), len(chosen))
+        seen = {pace for number in numbers for pace in paces("cpu", world, overlap, number, quick=False)}
+        assert seen == {PLAIN, *ADVERSARIES}
 
 
 def values(**changed: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
@@ -93,6 +102,13 @@ def test_the_first_difference_is_named(changed: dict[str, torch.Tensor], line: s
     found = first_difference(values(), values(**changed))
     assert found is not None
     assert found.describe() == line
+
+
+def test_a_value_that_is_not_finite_is_named() -> None:
+    assert first_not_finite(values()) == "parameter of block.weight"
+    finite = {name: torch.ones(2, 2) for name in ("parameter", "exp_avg", "exp_avg_sq")}
+    assert first_not_finite({"a": finite}) is None
+    assert first_not_finite({"a": finite, "b": finite | {"exp_avg": torch.tensor(math.inf)}}) == "exp_avg of b"
 
 
 CASE, OVERLAP, NONE = Case(2), Variant("overlap"), Variant("none")
@@ -191,7 +207,7 @@ WORDS = ["verify", "--quick", "--device", "cpu"]
 
 def only(monkeypatch: pytest.MonkeyPatch, *chosen: Case) -> None:
     """These cases alone, so that a launch takes a second or two."""
-    monkeypatch.setattr(command, "cases", lambda world, quick: list(chosen))
+    monkeypatch.setattr(command, "cases", lambda world, quick, size: [replace(case, size=size) for case in chosen])
 
 
 def test_exact_arms_pass(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -264,6 +280,65 @@ def test_a_job_that_does_not_repeat_itself_is_not_judged(
     out = capfd.readouterr().out
     assert "not judgeable: main, 1 rank, mlp, bf16, clip: torch.optim.AdamW against itself: head.weight: " in out
     assert "pass" not in out
+
+
+def test_a_job_that_ends_in_nan_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trial, "LR", math.nan)
+    only(monkeypatch, Case(1), Case(1, resume=True))
+    assert main([*WORDS, "--nproc", "1", "--arm", "main"]) == 1
+    out = capfd.readouterr().out
+    assert "not judgeable: main, 1 rank, mlp, bf16, clip: torch.optim.AdamW ends with a parameter of blocks.0" in out
+    assert "pass" not in out
+
+
+def test_a_resumed_case_shares_the_uninterrupted_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+
+    def reference(self: Trial, resume: bool = False) -> trial.Snapshot:
+        runs.append((self.case.clip, resume))
+        return {"w": {"parameter": torch.ones(2)}}
+
+    monkeypatch.setattr(Trial, "reference", reference)
+    known: ranks.References = {}
+    for case in (Case(1), Case(1, resume=True), Case(1, clip=False, resume=True)):
+        assert ranks._reference(Trial(case, 0, torch.device("cpu")), known)[1] is None
+    assert runs == [(True, False), (True, False), (True, True), (False, False), (False, False), (False, True)]
+
+
+def test_on_cuda_models_are_larger_and_missing_gpus_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[ranks.Launch] = []
+
+    def run(launch: ranks.Launch, folder: Path) -> tuple[list[Answer], str]:
+        launches.append(launch)
+        return [], "this machine has no GPU"
+
+    monkeypatch.setattr(ranks, "run", run)
+    for gpus, words in ((1, []), (2, ["--nproc", "2"])):
+        monkeypatch.setattr(command, "visible_gpus", lambda env, gpus=gpus: (["an H200"] * gpus, None))
+        assert main(["verify", "--device", "cuda", "--quick", *words]) == 1
+    assert [(launch.world, launch.processes, launch.rehearsed) for launch in launches] == [
+        (1, 1, False), (2, 1, True), (2, 2, False),
+    ]  # fmt: skip
+    two = launches[-1].cases
+    assert {case.size for case in two} == {LARGE_MODELS}
+    assert {case.chunk_bytes for case in two} == {1 << 20}
+    assert {case.ep for case in two if case.model == "moe"} == {2}
+
+
+def larger(rank: int) -> list[int]:
+    """Chunks of each model as a GPU trains it."""
+    found = []
+    for case in (Case(2, size=LARGE_MODELS), Case(2, "moe", 2, size=LARGE_MODELS)):
+        model = build(case, rank, torch.device("cpu")).model
+        schedule = Variant("chunked", (("pieces", 1),)).schedule(case.chunk_bytes)
+        found.append(len(OffloadedAdamW(model.parameters(), schedule=schedule).chunks))
+    return found
+
+
+def test_the_larger_models_have_more_chunks_than_slots() -> None:
+    assert on_ranks(2, larger) == [[7, 8]] * 2
 
 
 def test_a_rank_that_breaks_is_a_failure_with_its_reason(

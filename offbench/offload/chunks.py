@@ -62,31 +62,41 @@ class Staging:
     def displaced(self, chunks: Sequence[Chunk], index: int) -> range:
         """Earlier chunks of the step that may share bytes with this one: only the last of them needs waiting for,
         since write-back is first in, first out."""
-        start, stop = self.starts[index], self.starts[index] + chunks[index].nbytes
-        for other in range(index - 1, -1, -1):
-            if self.starts[other] < stop and start < self.starts[other] + chunks[other].nbytes:
-                return range(other + 1)
-        return range(0)
+        return range(_last_overlapped(self.starts, [chunk.nbytes for chunk in chunks], index) + 1)
 
 
 def plan_staging(chunks: Sequence[Chunk], slots: int | None) -> Staging:
-    """The smallest ring of bytes in which any `slots` neighbouring chunks fit at once; None: all of them.
+    """The smallest range of bytes found in which any `slots` neighbouring chunks fit at once; None: all of them.
 
-    Slots of the largest chunk's size would waste the difference to the mean (873 against 607 MiB in Qwen3-30B-A3B).
+    Slots of the largest chunk's size would waste the difference to the mean (873 against 607 MiB in Qwen3-30B-A3B). A
+    parameter far above the cap (an embedding on few ranks) costs its own size once: the others need no such slots.
     """
     sizes = [chunk.nbytes for chunk in chunks]
-    side_by_side = Staging(sum(sizes), tuple(sum(sizes[:i]) for i in range(len(sizes))))
-    if slots is None or slots >= len(chunks):
+    return _side_by_side(sizes) if slots is None else _arena(sizes, slots)
+
+
+def _arena(sizes: Sequence[int], slots: int) -> Staging:
+    side_by_side = _side_by_side(sizes)
+    if slots >= len(sizes):
         return side_by_side
+    plans = [side_by_side, _narrowest_ring(sizes, slots)]
+    if (apart := _large_ones_apart(sizes, slots)) is not None:
+        plans.append(apart)
+    return min(plans, key=lambda plan: plan.nbytes)
+
+
+def _side_by_side(sizes: Sequence[int]) -> Staging:
+    return Staging(sum(sizes), tuple(sum(sizes[:i]) for i in range(len(sizes))))
+
+
+def _narrowest_ring(sizes: Sequence[int], slots: int) -> Staging:
     least = max(sum(sizes[i : i + slots]) for i in range(len(sizes)))
     most = slots * max(sizes)
     step = max(ALIGNMENT, (most - least) // 64 // ALIGNMENT * ALIGNMENT)
     for nbytes in range(least, most, step):
         ring = _ring(sizes, nbytes)
-        if all(len(ring.displaced(chunks, i)) <= max(0, i - slots + 1) for i in range(len(sizes))):
-            return ring if nbytes < side_by_side.nbytes else side_by_side
-    if most >= side_by_side.nbytes:
-        return side_by_side
+        if all(_last_overlapped(ring.starts, sizes, i) <= max(i - slots, -1) for i in range(len(sizes))):
+            return ring
     return Staging(most, tuple(i % slots * max(sizes) for i in range(len(sizes))))
 
 
@@ -99,3 +109,26 @@ def _ring(sizes: Sequence[int], nbytes: int) -> Staging:
         starts.append(cursor)
         cursor += size
     return Staging(nbytes, tuple(starts))
+
+
+def _large_ones_apart(sizes: Sequence[int], slots: int) -> Staging | None:
+    """Chunks above half of the largest behind an arena of the others; None when hardly any are left for that."""
+    large = [i for i, size in enumerate(sizes) if size > max(sizes) / 2]
+    small = [i for i, size in enumerate(sizes) if size <= max(sizes) / 2]
+    if not large or len(small) < slots:
+        return None
+    at_once = max(sum(i <= j < i + slots for j in large) for i in large)
+    front = _arena([sizes[i] for i in small], slots)
+    behind = _arena([sizes[i] for i in large], at_once)
+    starts = dict(zip(small, front.starts, strict=True))
+    starts |= {i: front.nbytes + start for i, start in zip(large, behind.starts, strict=True)}
+    return Staging(front.nbytes + behind.nbytes, tuple(starts[i] for i in range(len(sizes))))
+
+
+def _last_overlapped(starts: Sequence[int], sizes: Sequence[int], index: int) -> int:
+    """The last chunk before this one that shares bytes with it; -1 when none does."""
+    start, stop = starts[index], starts[index] + sizes[index]
+    for other in range(index - 1, -1, -1):
+        if starts[other] < stop and start < starts[other] + sizes[other]:
+            return other
+    return -1

@@ -58,6 +58,11 @@ class Engine(ABC):
         self._written_back: dict[int, Event] = {}
         self._plan()
 
+    @property
+    @abstractmethod
+    def staging_bytes(self) -> int:
+        """Most staging memory a steady step holds."""
+
     @abstractmethod
     def step(self, works: Sequence[Work]) -> None:
         """Queue one optimizer step."""

@@ -12,7 +12,7 @@ Note [Who waits for whom]
     in       update              a gradient held these staging bytes                           GRADIENT_FREE
     in       out                 an earlier chunk of this step held these staging bytes        SLOT_FREE
     update   in                  the chunk's state must be on the device                       LOADED
-    update   compute             resident state: gradients must be complete and clipped        GRADIENTS_READY
+    update   compute             gradients must be complete and clipped                        GRADIENTS_READY
     out      update              only updated state may be written back                        UPDATED
     out      in                  write-back that no memory waits for leaves the link to others LINK_FREE (speed only)
     reader   update              a layer is gathered after its last chunk's update             READ
@@ -41,6 +41,8 @@ from offbench.offload.streams import Event, Why
 
 EXTENT_BYTES = 512 << 20
 """The arena is made of pieces of this size, so that it returns to the allocator bit by bit."""
+BURST = 3
+"""Chunks that one read queues beyond its own: the host launches the forward's kernels meanwhile, and must not stop."""
 LEAST_CHUNKS = 2
 """Smallest arena, in chunks: one moves in while another is written back."""
 
@@ -59,16 +61,19 @@ class _Step:
     """What one optimizer step still owes, and the memory it holds."""
 
     waiting: deque[Work]
+    """Not updated yet."""
+    to_move: deque[Chunk]
+    """Not moving in yet."""
     ready: Event
     """Passed when compute has clipped the gradients."""
     gradients: dict[int, _Gradient]
     """By address of their memory."""
+    moved: dict[int, tuple[list[Range], Event]] = field(default_factory=dict)
+    """Chunks moving in ahead of their update: where, and the event behind it."""
     staged: deque[tuple[Chunk, list[Range]]] = field(default_factory=deque)
     """Updated chunks that are not written back yet, oldest first."""
     grown_bytes: int = 0
     """Gradient memory taken over."""
-    gradients_awaited: bool = False
-    """The update stream has waited for `ready`."""
     last_in: Event | None = None
     arrived: list[Extent] = field(default_factory=list)
     """Once everything is queued: extents in the order in which they are written back."""
@@ -93,23 +98,37 @@ class FlowEngine(Engine):
         staging = max(self.schedule.staging_bytes or 0, LEAST_CHUNKS * self._largest)
         self._arena_bytes = min(staging, sum(c.nbytes for c in moving))
 
+    @property
+    def staging_bytes(self) -> int:
+        """The arena and as much of the gradients' memory as may be taken over."""
+        grown = self._arena_bytes + sum(chunk.nbytes for chunk in self.chunks) // 2
+        return (
+            grown if self.schedule.loss_bytes is None else min(grown, max(self._arena_bytes, self.schedule.loss_bytes))
+        )
+
     def step(self, works: Sequence[Work]) -> None:
-        """Queue one optimizer step: the first `lead` chunks now, the others from the forward's reads."""
+        """Queue one optimizer step: what fits into the arena starts to move in, the first `lead` chunks are updated,
+        the others from the forward's reads."""
         self._finish()
         if not works:
             return
         self.ledger.step += 1
         self._add_arena()
         ready = self._streams.compute().record()
-        self._step = _Step(deque(works), ready, _by_memory(works))
-        self._queue(self._step, self._lead(works))
+        moving = [work.chunk for work in works if work.chunk.index not in self._resident]
+        self._step = _Step(deque(works), deque(moving), ready, _by_memory(works))
+        self._streams.side("update").wait(ready, Why.GRADIENTS_READY)
+        self._move_ahead(self._step)
+        self._queue(self._step, min(self.schedule.lead, len(works)))
 
     def before_read(self, chunks: Sequence[int], reader: int = 0) -> list[Event]:
-        """Queue the updates of these chunks and `ahead` more; a second read gives memory back to the backward."""
+        """Queue the updates of these chunks, and a few more until `ahead` are queued in front; a second read gives
+        memory back to the backward."""
         step = self._step
         if step is not None:
-            last = max(chunks) + self.schedule.ahead
-            self._queue(step, sum(1 for work in step.waiting if work.chunk.index <= last))
+            needed = sum(1 for work in step.waiting if work.chunk.index <= max(chunks))
+            ahead = sum(1 for work in step.waiting if work.chunk.index <= max(chunks) + self.schedule.ahead)
+            self._queue(step, min(ahead, needed + BURST))
             if reader in step.readers:
                 self._queue(step, len(step.waiting))
                 step.read_again.update(chunks)
@@ -151,31 +170,32 @@ class FlowEngine(Engine):
         step.arrived = sorted(self._extents.all, key=lambda extent: extent.clear_at)
 
     def _queue_chunk(self, step: _Step, work: Work) -> None:
-        updates = self._streams.side("update")
         if work.chunk.index in self._resident:
-            if not step.gradients_awaited:
-                updates.wait(step.ready, Why.GRADIENTS_READY)
-                step.gradients_awaited = True
             self._finish_update(step, work, self._kept(work.chunk))
-            return
-        ranges = self._place(step, work.chunk)
-        moves_in = self._streams.side("in")
-        for why, event in self._extents.guards(ranges):
-            moves_in.wait(event, why)
-        staged = self._staged(work.chunk, ranges)
-        step.last_in = self._move_in(moves_in, work.chunk, staged)
-
-        updates.wait(step.last_in, Why.LOADED)
-        step.staged.append((work.chunk, ranges))
-        self._finish_update(step, work, staged)
+        else:
+            while work.chunk.index not in step.moved:  # no room yet: the oldest updated chunks are written back
+                self._write_back(*step.staged.popleft())
+                self._move_ahead(step)
+            ranges, loaded = step.moved.pop(work.chunk.index)
+            self._streams.side("update").wait(loaded, Why.LOADED)
+            step.staged.append((work.chunk, ranges))
+            self._finish_update(step, work, self._staged(work.chunk, ranges))
+        self._move_ahead(step)
         self.staging_peak = max(self.staging_peak, self._extents.nbytes)
 
-    def _place(self, step: _Step, chunk: Chunk) -> list[Range]:
-        """Room for a chunk; the oldest updated ones are written back until there is enough."""
-        sizes = [nbytes for _, nbytes in self._segments[chunk.index]]
-        while (ranges := self._extents.take(sizes)) is None:
-            self._write_back(*step.staged.popleft())
-        return ranges
+    def _move_ahead(self, step: _Step) -> None:
+        """Chunks move in, in order, as far as there is room."""
+        moves_in = self._streams.side("in")
+        while step.to_move:
+            chunk = step.to_move[0]
+            ranges = self._extents.take(nbytes for _, nbytes in self._segments[chunk.index])
+            if ranges is None:
+                return
+            step.to_move.popleft()
+            for why, event in self._extents.guards(ranges):
+                moves_in.wait(event, why)
+            step.last_in = self._move_in(moves_in, chunk, self._staged(chunk, ranges))
+            step.moved[chunk.index] = (ranges, step.last_in)
 
     def _staged(self, chunk: Chunk, ranges: Sequence[Range]) -> Staged:
         parts = zip(self._segments[chunk.index], ranges, strict=True)
@@ -213,9 +233,8 @@ class FlowEngine(Engine):
 
     def _wanted(self, step: _Step, nbytes: int, allowed: int | None) -> bool:
         """Whether so much more memory may hold state when the forward ends, and some chunk still needs any."""
-        needed = any(work.chunk.index not in self._resident for work in step.waiting)
         within = allowed is None or self._arena_bytes + step.grown_bytes + nbytes <= allowed
-        return needed and within and nbytes >= self.schedule.chunk_bytes // 8
+        return bool(step.to_move) and within and nbytes >= self.schedule.chunk_bytes // 8
 
     def _make_room(self, step: _Step) -> None:
         """Give back as much memory as the gradients that come next need, and whatever is written back already."""

@@ -69,7 +69,8 @@ def meshes(model: nn.Module) -> list[DeviceMesh]:
 
 
 class ReadGuard:
-    """Makes every gather of a parameter wait until its chunk is updated, and `model.state_dict()` until all are.
+    """Makes every gather of a parameter wait until its chunk is updated, and `state_dict()` and `load_state_dict()`,
+    of the model and of every FSDP2 module in it, until all are: a late update must not hit weights that were loaded.
 
     chunk_of: chunk index by sharded parameter. before_read: queues what is missing and returns the events to wait for.
     Neither may keep the optimizer alive: the model holds on to both until `restore`.
@@ -88,8 +89,11 @@ class ReadGuard:
             chunks = sorted({chunk_of[p.sharded_param] for p in group.fsdp_params if p.sharded_param in chunk_of})
             if chunks:
                 self._undo.append(_wrap(group, chunks, reader, before_read, streams))
-        hook = model.register_state_dict_pre_hook(lambda *_: drain())  # type: ignore[no-untyped-call]
-        self._undo.append(hook.remove)
+        for module in model.modules():
+            if module is model or isinstance(module, FSDPModule):
+                saving = module.register_state_dict_pre_hook(lambda *_: drain())  # type: ignore[no-untyped-call]
+                loading = module.register_load_state_dict_pre_hook(lambda *_: drain())  # type: ignore[no-untyped-call]
+                self._undo += [saving.remove, loading.remove]
 
     def restore(self) -> None:
         """Leave the model as it was."""

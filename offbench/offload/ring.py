@@ -64,7 +64,7 @@ class RingEngine(Engine):
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the staging arena of a steady step."""
+        """The staging arena."""
         return self._staging.nbytes
 
     def step(self, works: Sequence[Work]) -> None:

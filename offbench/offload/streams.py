@@ -27,7 +27,7 @@ class Why(StrEnum):
     SLOT_FREE = "move-in waits until the chunk that held these staging bytes is written back"
     GRADIENT_FREE = "move-in waits until the updates have run whose gradients held these staging bytes"
     HOST_CURRENT = "move-in waits until the previous step's write-back of the same host bytes has ended"
-    GRADIENTS_READY = "deferred update of resident state waits until compute has clipped the gradients"
+    GRADIENTS_READY = "deferred update waits until compute has clipped the gradients"
     LOADED = "update waits until its chunk is on the device"
     UPDATED = "write-back waits until its chunk is updated"
     LINK_FREE = "write-back waits until the step's last move-in has arrived: one way at a time is faster"

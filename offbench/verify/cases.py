@@ -21,9 +21,26 @@ RESUME_AT = 3
 """Steps before a resumed case saves, rebuilds and loads."""
 BROADCAST_EVERY = 2
 """Steps between weight broadcasts: the updates of the steps in between run in the forward."""
-CHUNK_BYTES = {"mlp": 128 << 10, "moe": 512 << 10}
-"""State of two matrices on one rank, so that a step has five chunks or more. On more ranks less, as shards are."""
 WORLDS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the models of a case are."""
+
+    blocks: int
+    """Of the dense model; the root owns a norm and a head besides."""
+    width: int
+    layers: int
+    """Of the mixture of experts."""
+    chunks: tuple[int, int]
+    """State that the chunks of all ranks together hold at most, in bytes: dense, experts."""
+
+
+SMALL_MODELS = Size(4, 64, 2, (128 << 10, 512 << 10))
+"""Two matrices a chunk, so that a step has five chunks or more: what a CPU trains in a tenth of a second."""
+LARGE_MODELS = Size(6, 256, 6, (2 << 20, 2 << 20))
+"""Chunks of 1 MiB on two ranks: copies that take a device long enough to be overtaken."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,7 @@ class Case:
     implementation: Literal["fused", "foreach"] = "fused"
     broadcast: bool = False
     """Right after every BROADCAST_EVERY-th step() a replica gets the weights, as deltas after the first time."""
+    size: Size = SMALL_MODELS
 
     @property
     def name(self) -> str:
@@ -75,7 +93,12 @@ class Case:
     @property
     def chunk_bytes(self) -> int:
         """Cap of one chunk of state on each rank."""
-        return CHUNK_BYTES[self.model] // self.world
+        return self.size.chunks[self.model == "moe"] // self.world
+
+    @property
+    def uninterrupted(self) -> Case:
+        """The same job without a resume, which must end with the same bits."""
+        return dataclasses.replace(self, resume=False)
 
 
 @dataclass(frozen=True)
@@ -123,8 +146,12 @@ def _variants(arm: Arm) -> list[Variant]:
     return [Variant(arm.name, tuple((k, v) for k, v in options.items() if k in arm.defaults)) for options in sets]
 
 
-def cases(world: int, quick: bool) -> list[Case]:
+def cases(world: int, quick: bool, size: Size = SMALL_MODELS) -> list[Case]:
     """The cases of one world size: all combinations, or, when `quick`, each condition at least once over WORLDS."""
+    return [dataclasses.replace(case, size=size) for case in _cases(world, quick)]
+
+
+def _cases(world: int, quick: bool) -> list[Case]:
     base = Case(world)
     if quick:
         return [dataclasses.replace(base, **change) for change in _QUICK[world]]  # type: ignore[arg-type]
@@ -133,8 +160,9 @@ def cases(world: int, quick: bool) -> list[Case]:
         if world % ep:
             found.append(Case(world, "moe", ep))  # one line that says why there are no more
             continue
-        for resume, dtype, clip, accumulation in itertools.product(
-            (False, True), ("bf16", "fp32"), (True, False), (1, 4)
+        # Innermost the resume, so that two neighbours share the uninterrupted run both are compared with.
+        for dtype, clip, accumulation, resume in itertools.product(
+            ("bf16", "fp32"), (True, False), (1, 4), (False, True)
         ):
             found.append(Case(world, model, ep, dtype, clip, accumulation, resume))  # type: ignore[arg-type]
     found += [Case(world, "moe"), Case(world, implementation="foreach"), Case(world, broadcast=True)]
@@ -193,7 +221,7 @@ def paces(device: str, world: int, schedule: Schedule, number: int, quick: bool)
     """The paces of the cell with that number in its table.
 
     On CPU the device's streams prove little, since everything runs when it is called: there a schedule with streams
-    runs under the adversary, a few paces a cell, the next cell under the following ones.
+    runs under the adversary, a pace or two a cell, the next cell under the following ones.
     """
     if not schedule.offloaded:
         return [PLAIN]
@@ -201,6 +229,6 @@ def paces(device: str, world: int, schedule: Schedule, number: int, quick: bool)
         return list(ON_DEVICE)
     if not schedule.copy_streams:
         return [ADVERSARIES[0]]
-    each = (1 if world > 2 else 2) if quick else 3
-    turned = [ADVERSARIES[(number * each + i) % len(ADVERSARIES)] for i in range(each)]
-    return turned if quick else [PLAIN, *turned]
+    choice = ADVERSARIES if quick else (*ADVERSARIES, PLAIN)
+    each = 1 if world > 2 else 2
+    return [choice[(number * each + i) % len(choice)] for i in range(each)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from offbench.errors import UsageError
 from offbench.hardware import visible_gpus
 from offbench.verify import table
-from offbench.verify.cases import WORLDS, cases, variants
+from offbench.verify.cases import LARGE_MODELS, SMALL_MODELS, WORLDS, cases, variants
 
 if TYPE_CHECKING:
     from offbench.offload.streams import Why
@@ -53,7 +53,7 @@ def verify_command(flags: VerifyFlags) -> int:
     began = time.perf_counter()
     cells: list[table.Cell] = []
     for world in worlds:
-        jobs = tuple(cases(world, flags.quick))
+        jobs = tuple(cases(world, flags.quick, LARGE_MODELS if device == "cuda" else SMALL_MODELS))
         processes = 1 if device == "cuda" and world > gpus else world
         launch = Launch(world, processes, device, jobs, tuple(chosen), flags.quick, drop)
         with tempfile.TemporaryDirectory() as folder:

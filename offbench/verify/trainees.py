@@ -18,7 +18,8 @@ from offbench.verify.cases import Case
 from offbench.workload.parallel import Job, Meshes, as_fsdp
 from offbench.workload.parallel import build as build_job
 
-WIDTH, BLOCKS, SAMPLES = 64, 4, 4
+SAMPLES = 4
+"""Inputs of the dense model in each backward pass."""
 MAX_NORM = 0.05
 """Far below the norms of both models, so that clipping always scales."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -94,12 +95,13 @@ def wrapped_mlp(
 
 
 def _mlp(case: Case, rank: int, device: torch.device) -> Trainee:
-    model = wrapped_mlp(_meshes(device.type, case.world, 1).dp, device, DTYPES[case.dtype], BLOCKS, WIDTH)
+    size = case.size
+    model = wrapped_mlp(_meshes(device.type, case.world, 1).dp, device, DTYPES[case.dtype], size.blocks, size.width)
 
     def backward(step: int) -> None:
         for micro in range(case.accumulation):  # reduced each time: sharded gradients add up in p.grad
             generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
-            x = torch.randn(SAMPLES, WIDTH, generator=generator).to(device)
+            x = torch.randn(SAMPLES, size.width, generator=generator).to(device)
             (model(x) / case.accumulation).backward()
 
     def clip() -> None:
@@ -128,7 +130,7 @@ def _moe(case: Case, rank: int, device: torch.device) -> Trainee:
 def _spec(case: Case, device: torch.device) -> RunSpec:
     workload = Workload(
         model="tiny",
-        layers=2,
+        layers=case.size.layers,
         seq_len=16,
         grad_accum=case.accumulation,
         ep=case.ep,

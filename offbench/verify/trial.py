@@ -182,6 +182,15 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
     return found
 
 
+def first_not_finite(found: Snapshot) -> str | None:
+    """The first value that is infinite or no number, as in `parameter of head.weight`; None when there is none."""
+    for name, values in found.items():
+        for what, tensor in values.items():
+            if not bool(tensor.isfinite().all()):
+                return f"{what} of {name}"
+    return None
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

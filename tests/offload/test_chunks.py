@@ -52,6 +52,25 @@ def test_a_byte_arena_wastes_less_than_slots_of_the_largest_chunk() -> None:
 
 
 @given(
+    st.lists(st.integers(256, 512), min_size=4, max_size=30),
+    st.integers(2048, 1 << 20),
+    st.integers(0, 30),
+    st.integers(1, 4),
+)
+def test_a_parameter_above_the_cap_costs_its_own_size_once(
+    sizes: list[int], above: int, where: int, slots: int
+) -> None:
+    """The plan behind IST-DASLab/llmq#19: an embedding is a chunk alone, wherever it comes, and no slot of another
+    chunk grows with it."""
+    sizes.insert(where % (len(sizes) + 1), above)
+    cap = 2 * ALIGNMENT
+    chunks = plan_chunks(sizes, cap)
+    (alone,) = (chunk for chunk in chunks if chunk.nbytes > cap)
+    assert len(alone.members) == 1
+    assert plan_staging(chunks, slots).nbytes <= alone.nbytes + slots * cap
+
+
+@given(
     st.lists(st.integers(0, 5000), min_size=1, max_size=40),
     st.integers(512, 20000),
     st.one_of(st.none(), st.integers(1, 9)),

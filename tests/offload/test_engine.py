@@ -82,12 +82,17 @@ WAITS = {
     "overlap": {Why.ARENA_READY, Why.SLOT_FREE, Why.HOST_CURRENT, Why.LOADED, Why.UPDATED, Why.READ},
     "overlap, all slots": {Why.ARENA_READY, Why.HOST_CURRENT, Why.LOADED, Why.UPDATED, Why.READ},
     "overlap, all resident": {Why.GRADIENTS_READY, Why.READ},
-    "stream": set(Why) - {Why.GRADIENTS_READY, Why.HOST_CURRENT},
-    "stream, no growth": set(Why) - {Why.GRADIENTS_READY, Why.HOST_CURRENT, Why.GRADIENT_FREE},
+    "stream": set(Why) - {Why.HOST_CURRENT},
+    "stream, no growth": set(Why) - {Why.HOST_CURRENT, Why.GRADIENT_FREE},
 }
 # Where updates run on the compute stream a reader has nothing to wait for, and where few chunks fit, waiting for a
-# slot implies that the previous step's write-back is over.
-IMPLIED = {("chunked", Why.READ), ("overlap", Why.HOST_CURRENT)}
+# slot implies that the previous step's write-back is over. Staged state follows the gradients through its arena.
+IMPLIED = {
+    ("chunked", Why.READ),
+    ("overlap", Why.HOST_CURRENT),
+    ("stream", Why.GRADIENTS_READY),
+    ("stream, no growth", Why.GRADIENTS_READY),
+}
 FOR_SPEED = {Why.LINK_FREE}
 NEEDED = [
     (name, why) for name in WAITS for why in sorted(WAITS[name]) if (name, why) not in IMPLIED and why not in FOR_SPEED

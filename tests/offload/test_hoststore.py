@@ -10,7 +10,10 @@ import torch
 
 from offbench.errors import OffbenchError
 from offbench.offload import hoststore
+from offbench.offload.chunks import plan_chunks
 from offbench.offload.hoststore import PAGE, HostStore, require_room
+from offbench.units import GIB
+from tests.offload.test_chunks import local_bytes
 
 
 def test_slabs_are_exact_and_chunks_do_not_share_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +31,17 @@ def test_slabs_are_exact_and_chunks_do_not_share_bytes(monkeypatch: pytest.Monke
         assert bool((store.chunk(index) == index + 1).all())
     assert all(address % PAGE == 0 for address, _ in store.addresses)
     assert store.locked_bytes == 0
+
+
+def test_slabs_of_the_real_model_are_not_rounded_up() -> None:
+    """torch's pinned blocks are powers of two: pytorch#150517, #95823, #171662, vllm#48436, #53042"""
+    moments = [nbytes for nbytes in local_bytes() for _ in range(2)]
+    assert sum(moments) / GIB == pytest.approx(28.435, abs=5e-4)
+    assert sum(1 << (nbytes - 1).bit_length() for nbytes in moments) / GIB == pytest.approx(37.856, abs=5e-4)
+    chunks = [chunk.nbytes for chunk in plan_chunks(local_bytes(), GIB)]
+    slabs = [sum(chunks[first:last]) for first, last in hoststore._slabs(chunks)]
+    assert len(slabs) == 8
+    assert sum(-(-slab // PAGE) * PAGE for slab in slabs) / GIB == pytest.approx(28.435, abs=1e-3)
 
 
 def test_views_outlive_the_store() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from offbench.offload import OffloadedAdamW, Schedule, adamw
@@ -225,3 +228,105 @@ def test_no_dtensor_and_no_rounded_gradient_reaches_the_kernel(implementation: s
     """DTensors leak a spec per parameter and step (pytorch#188174, #181761) or are planned anew each step
     (NVIDIA-NeMo/Automodel#2888); gradients were rounded to bf16 on the way out (prime-rl#3234)."""
     assert on_ranks(2, kernel_inputs, implementation) == [{(torch.Tensor, torch.float32)}] * 2
+
+
+def weights_loaded(rank: int) -> list[str]:
+    """Weights alone are loaded, right after a step() and long after the optimizer was made."""
+    found = []
+    for make in (
+        lambda model: torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True),
+        lambda model: sharded.optimizer_of("overlap", model, AdversarialStreams({}), slots=2, lead=1, ahead=0),
+    ):
+        model = sharded.build(CPU)
+        optimizer = make(model)
+        weights = {name: p.detach().clone() for name, p in model.state_dict().items()}
+
+        def between(step: int, model: nn.Module = model, weights: dict[str, torch.Tensor] = weights) -> None:
+            if step == 2:
+                model.load_state_dict(weights)
+
+        sharded.train(model, optimizer, rank, CPU, between)
+        found.append(sharded.snapshot(model, optimizer))
+    return sharded.differences(*found)
+
+
+def test_loaded_weights_are_not_undone_by_a_late_update() -> None:
+    """Megatron-LM#5071, Megatron-Bridge#4082, SkyRL#2149; that the optimizer came first: pytorch/ao#1209"""
+    assert on_ranks(2, weights_loaded) == [[], []]
+
+
+def continued(make: Callable[[nn.Module], torch.optim.Optimizer], saved: Any) -> list[torch.Tensor]:
+    """Two more steps from saved weights, with the saved optimizer state unless it is None."""
+    model = net()
+    optimizer = make(model)
+    model.load_state_dict(saved[0])
+    if saved[1] is not None:
+        optimizer.load_state_dict(saved[1])
+    for step in range(2):
+        torch.manual_seed(100 + step)
+        model(torch.randn(8, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_resumed_is_not_a_cold_start() -> None:  # tinker-feedback#127
+    parameters, _, optimizer = trained(offloaded)
+    weights = dict(zip(net().state_dict(), (p.clone() for p in parameters), strict=True))
+    resumed = continued(offloaded, (weights, optimizer.state_dict()))
+    assert same(resumed, continued(plain, (weights, optimizer.state_dict())))
+    assert not same(resumed, continued(offloaded, (weights, None)))
+
+
+def test_one_step_tensor_shared_by_a_checkpoint_counts_once_per_step() -> None:  # vllm-project/vime#427
+    _, _, optimizer = trained(offloaded)
+    saved = optimizer.state_dict()
+    shared = torch.tensor(4.0)
+    state = {key: moments | {"step": shared} for key, moments in saved["state"].items()}
+    other = offloaded(model := net())
+    other.load_state_dict(saved | {"state": state})
+    model(torch.ones(2, WIDTH)).sum().backward()
+    other.step()
+    assert float(shared) == 4
+    assert {float(moments["step"]) for moments in other.state.values()} == {5.0}
+    assert other.kernel_steps() == (5, 5)
+
+
+def test_no_step_is_made_up_to_create_state() -> None:  # Megatron-LM#5976, #5974
+    """torch's checkpoint code calls step() with zero gradients on an optimizer that has no state yet."""
+    optimizer = offloaded(model := net())
+    before = [p.detach().clone() for p in model.parameters()]
+    get_optimizer_state_dict(model, optimizer)
+    assert same(before, [p.detach() for p in model.parameters()])
+    assert {float(moments["step"]) for moments in optimizer.state.values()} == {0.0}
+
+
+def test_every_scalar_of_a_param_group_is_restored() -> None:  # prime-rl#3560, #3561, SkyRL#1403
+    options = {"lr": 0.3, "betas": (0.7, 0.8), "eps": 1e-3, "weight_decay": 0.4}
+    saved = OffloadedAdamW(net().parameters(), **options, schedule=CHUNKED)
+    saved.param_groups[0]["initial_lr"] = 0.6  # as a scheduler leaves it
+    other = offloaded(net())
+    other.load_state_dict(saved.state_dict())
+    assert {k: v for k, v in other.param_groups[0].items() if k != "params"} == {
+        k: v for k, v in saved.param_groups[0].items() if k != "params"
+    }
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_no_step_stages_more_than_the_plan_says(slots: int) -> None:
+    """Not even the first: prime-rl#3109, #4154; a copy back at once: DeepSpeed#8058"""
+    schedule = dataclasses.replace(CHUNKED, slots=slots)
+    _, _, optimizer = trained(lambda model: OffloadedAdamW(model.parameters(), schedule=schedule), steps=1)
+    assert optimizer.staging_peak == optimizer._engine.staging_bytes <= slots * schedule.chunk_bytes
+    assert optimizer.staging_peak < optimizer.bytes_per_step
+
+
+def test_nothing_is_cured_by_emptying_the_allocators_cache() -> None:  # prime-rl#3199, DeepSpeed#8186
+    sources = Path(adamw.__file__).parent.glob("*.py")
+    assert [source.name for source in sources if "empty_cache" in source.read_text()] == []
+
+
+def test_only_pinning_knows_of_cuda() -> None:
+    """Streams, events and memory come from torch.get_device_module, so that other accelerators work as they do."""
+    sources = Path(adamw.__file__).parent.glob("*.py")
+    assert {source.name for source in sources if "torch.cuda" in source.read_text()} == {"hoststore.py", "pin_time.py"}

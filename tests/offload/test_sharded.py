@@ -7,11 +7,13 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from offbench.offload import OffloadedAdamW, Schedule
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.streams import Why
+from offbench.verify.trainees import wrapped_mlp
 from tests.offload import sharded
 from tests.ranks import on_ranks
 
@@ -87,6 +89,27 @@ def test_overlap_equals_plain_adamw_on_a_mesh_of_one() -> None:
     assert on_ranks(1, one_rank) == [[]]
 
 
+def replicated(rank: int) -> dict[str, list[str]]:
+    """HSDP: two replicas of two shards; gradients are reduced over both dimensions of the mesh."""
+
+    def run(arm: str | None) -> dict[str, torch.Tensor]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = wrapped_mlp(mesh, CPU, torch.bfloat16, 3, sharded.WIDTH)
+        if arm is None:
+            optimizer = torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
+        else:
+            optimizer = sharded.optimizer_of(arm, model, AdversarialStreams({}), **ARMS[arm])
+        sharded.train(model, optimizer, rank, CPU)
+        return sharded.snapshot(model, optimizer)
+
+    expected = run(None)
+    return {arm: sharded.differences(expected, run(arm)) for arm in ("main", "chunked", "overlap")}
+
+
+def test_replicas_of_shards_equal_plain_adamw() -> None:
+    assert on_ranks(4, replicated) == [{"main": [], "chunked": [], "overlap": []}] * 4
+
+
 def state_dicts(rank: int) -> dict[str, list[str]]:
     """Train 3 steps, save while updates are pending, load into the other optimizer, train 3 more."""
     expected = reference(rank)
@@ -116,17 +139,18 @@ def test_state_dicts_go_both_ways() -> None:
         assert {name: wrong for name, wrong in result.items() if wrong} == {}
 
 
-def model_state_dict(rank: int) -> list[str]:
+def model_state_dict(rank: int, part: str) -> tuple[int, list[str]]:
     expected = reference(rank)
     model = sharded.build(CPU)
     optimizer = sharded.optimizer_of("overlap", model, AdversarialStreams({}))
     sharded.train(model, optimizer, rank, CPU)
-    saved = model.state_dict()  # nobody drained: the hook does
-    return [name for name, p in saved.items() if not torch.equal(p.to_local(), expected[f"p {name}"])]
+    saved = model.get_submodule(part).state_dict(prefix=f"{part}." if part else "")  # nobody drained: the hook does
+    return len(saved), [name for name, p in saved.items() if not torch.equal(p.to_local(), expected[f"p {name}"])]
 
 
-def test_a_model_state_dict_drains_first() -> None:
-    assert on_ranks(2, model_state_dict) == [[], []]
+@pytest.mark.parametrize(("part", "tensors"), [("", 14), ("blocks.5", 2)], ids=["model", "block"])
+def test_a_state_dict_of_the_model_or_of_a_part_drains_first(part: str, tensors: int) -> None:
+    assert on_ranks(2, model_state_dict, part) == [(tensors, [])] * 2
 
 
 def unmanaged(rank: int) -> tuple[str, bool, list[str]]:

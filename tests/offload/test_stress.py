@@ -5,22 +5,25 @@ Seconds matter here too: the whole file stays under a minute on two cores.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialEvent, AdversarialStreams
 from offbench.offload.ring import RingEngine as Engine
 from offbench.offload.streams import Streams
-from offbench.verify import trainees
-from offbench.verify.cases import Case, Variant, variants
+from offbench.verify.cases import SMALL_MODELS, Case, Variant, variants
 from offbench.verify.trainees import Trainee, build
 from offbench.verify.trial import OPTIONS, Snapshot, first_difference, snapshot, train
+from offbench.workload.broadcast import Broadcaster
 from tests.offload import trainer
 from tests.offload.test_engine import SCHEDULES
 from tests.ranks import on_ranks
@@ -31,10 +34,8 @@ SIDES = dict.fromkeys(("in", "update", "out"), "random")
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks, a matrix a chunk: six chunks for two slots."""
-    monkeypatch.setattr(trainees, "BLOCKS", 2)
+SMALLER = dataclasses.replace(SMALL_MODELS, blocks=2)
+"""Two matrices a chunk: three chunks for two slots."""
 
 
 @dataclass
@@ -82,7 +83,7 @@ def resident_bytes() -> int:
 
 def stressed(rank: int) -> dict[str, tuple[str | None, list[str], int]]:
     """Per variant: first difference to plain AdamW, unordered accesses, bytes the second half of the steps added."""
-    case = Case(1)
+    case = Case(1, size=SMALLER)
     plain = build(case, rank, CPU)
     reference = torch.optim.AdamW(plain.model.parameters(), **OPTIONS, fused=True)
     train(plain, reference, range(STEPS))
@@ -108,29 +109,46 @@ def test_every_arm_trains_200_steps_bitwise_in_flat_memory() -> None:
     assert {name: grown for name, (*_, grown) in found.items() if grown > 4 * MIB} == {}
 
 
-def soak(trainee: Trainee, optimizer: torch.optim.Optimizer, detour: Callable[[], None]) -> tuple[Snapshot, list]:
-    """SOAK steps with an evaluation now and then; what the evaluations saw."""
-    seen = []
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+@dataclass
+class Soaked:
+    """What a soak ended with, and what was seen on its way."""
+
+    end: Snapshot
+    evaluations: list[float]
+    replicas: list[dict[str, torch.Tensor]]
+    """After each broadcast; empty but on rank 0."""
+
+
+def soak(
+    trainee: Trainee, optimizer: torch.optim.Optimizer, broadcaster: Broadcaster, detour: Callable[[], None]
+) -> Soaked:
+    """SOAK steps; every 50 of them an evaluation and a broadcast with updates pending, and a detour."""
+    seen, replicas = [], []
+    x = torch.randn(4, SMALLER.width, generator=torch.Generator().manual_seed(1))
     for first in range(0, SOAK, 50):
-        train(trainee, optimizer, range(first, first + 25))
-        with torch.no_grad():  # while updates are pending
+        train(trainee, optimizer, range(first, first + 20))
+        with torch.no_grad():
             seen.append(float(trainee.model(x)))
-        train(trainee, optimizer, range(first + 25, first + 50))
+        train(trainee, optimizer, range(first + 20, first + 35))
+        broadcaster.broadcast()
+        replicas.append({name: weights.clone() for name, weights in broadcaster.replica.items()})
+        train(trainee, optimizer, range(first + 35, first + 50))
         detour()
-    return snapshot(trainee.model, optimizer), seen
+    return Soaked(snapshot(trainee.model, optimizer), seen, replicas)
 
 
-def soaked(rank: int) -> tuple[str | None, bool, list[str], int]:
-    """overlap against plain AdamW: first difference, whether evaluations agree, unordered accesses, bytes grown."""
-    case = Case(2, clip=False)
+def soaked(rank: int) -> tuple[str | None, bool, list[bool], list[str], int]:
+    """overlap against plain AdamW: first difference, whether evaluations agree, whether each replica does, unordered
+    accesses, bytes grown."""
+    case = Case(2, clip=False, size=SMALLER)
     plain = build(case, rank, CPU)
-    expected, wanted = soak(plain, torch.optim.AdamW(plain.model.parameters(), **OPTIONS, fused=True), lambda: None)
-    trainee, streams = (
-        build(case, rank, CPU),
-        AdversarialStreams(SIDES),
-    )
+    group = dist.group.WORLD
+    assert group is not None
+    reference = torch.optim.AdamW(plain.model.parameters(), **OPTIONS, fused=True)
+    expected = soak(plain, reference, Broadcaster(plain.model, group, nullcontext, sparse=False), lambda: None)
+    trainee, streams = build(case, rank, CPU), AdversarialStreams(SIDES)
     optimizer = optimizer_of(variants(["overlap"])[0], trainee, case, streams)
+    broadcaster = Broadcaster(trainee.model, group, optimizer.settled)
     rss = []
 
     def detour() -> None:
@@ -146,15 +164,21 @@ def soaked(rank: int) -> tuple[str | None, bool, list[str], int]:
         trainee.model.load_state_dict(weights)
         rss.append(resident_bytes())
 
-    found, seen = soak(trainee, optimizer, detour)
-    differs = first_difference(expected, found)
+    found = soak(trainee, optimizer, broadcaster, detour)
+    differs = first_difference(expected.end, found.end)
+    replicas = [
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(expected.replicas, found.replicas, strict=True)
+    ]
     optimizer.detach()
-    return differs and differs.describe(), seen == wanted, streams.order.violations, rss[-1] - rss[1]
+    same = found.evaluations == expected.evaluations
+    return differs and differs.describe(), same, replicas, streams.order.violations, rss[-1] - rss[1]
 
 
-def test_a_soak_with_evaluations_saves_and_loads_between() -> None:
-    for difference, evaluations_agree, violations, grown in on_ranks(2, soaked):
+def test_a_soak_with_evaluations_broadcasts_saves_and_loads_between() -> None:
+    for difference, evaluations_agree, replicas_agree, violations, grown in on_ranks(2, soaked):
         assert difference is None
         assert evaluations_agree
+        assert replicas_agree == [True] * (SOAK // 50)
         assert violations == []
         assert grown < 4 * MIB

@@ -1,0 +1,64 @@
+"""Debug mode: whoever reads a slot that was written back, and not filled again, finds NaN instead of old moments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offbench.offload.copies import Copier
+from offbench.offload.engine import Engine
+from offbench.offload.streams import DeviceStreams
+from tests.offload import trainer
+from tests.offload.test_engine import SCHEDULES
+
+CPU = torch.device("cpu")
+LOST = 5
+"""The move-in that is left out: with two slots somebody else has had its slot in the same step."""
+
+
+class Remembering(DeviceStreams):
+    """Knows the staging memory it handed out."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.handed_out: list[torch.Tensor] = []
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self.handed_out.append(super().allocate(nbytes).zero_())
+        return self.handed_out[-1]
+
+    def is_staging(self, tensor: torch.Tensor) -> bool:
+        memory = tensor.untyped_storage().data_ptr()
+        return memory in {arena.untyped_storage().data_ptr() for arena in self.handed_out}
+
+
+def debugging(engine: Engine) -> None:
+    engine.debug = True
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("name", ["chunked", "overlap"])
+def test_a_slot_that_was_not_filled_again_is_nan(name: str, debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, moved_in = Remembering(), []
+
+    class Forgetful(Copier):
+        def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            if streams.is_staging(target):
+                moved_in.append(target)
+                if len(moved_in) == LOST:
+                    return
+            super().copy(target, source)
+
+    monkeypatch.setattr(trainer, "Copier", Forgetful)
+    result = trainer.run(SCHEDULES[name], streams, debugging if debug else None)
+    assert len(moved_in) > LOST
+    assert not result.equals(trainer.plain())
+    finite = all(bool(tensor.isfinite().all()) for tensor in result.parameters + result.moments)
+    assert finite == (not debug)
+
+
+def test_after_a_step_no_slot_holds_moments() -> None:
+    streams = Remembering()
+    trainer.run(SCHEDULES["chunked"], streams, debugging)
+    for arena in streams.handed_out:
+        assert bool(((arena == 0) | (arena == 255)).all())  # never used, or part of a NaN
