@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 from offbench.config import ArmSpec, RunSpec
 from offbench.naming import arm_name, axes
+from offbench.planner.ideal import policy_ideal
+from offbench.planner.sources import baseline
 from offbench.record import RunRecord
 from offbench.stats import largest
 
@@ -68,6 +70,9 @@ class Row:
     """Step time above `none`."""
     floor_s: float | None = None
     bound_by: str | None = None
+    ideal_s: float | None = None
+    """Step of the same schedule if nothing but its copies, at the rates probed in the launch, and its compute took
+    time (`planner.ideal`)."""
     run_peak_bytes: int | None = None
     """Over the whole run, in published rows."""
     first_peak_bytes: int | None = None
@@ -79,6 +84,11 @@ class Row:
     where some rank does not know."""
     ranks_pinned: int | None = None
     """Ranks of this host that pin memory."""
+
+    @property
+    def gap_s(self) -> float | None:
+        """Step time above the schedule's own ideal; None without either."""
+        return self.step_s.median - self.ideal_s if self.step_s is not None and self.ideal_s is not None else None
 
     @property
     def x_floor(self) -> float | None:
@@ -131,7 +141,7 @@ def _group(records: Sequence[RunRecord]) -> Group:
     by_row: dict[tuple[ArmSpec, bool, str | None], list[RunRecord]] = {}
     for record in records:
         by_row.setdefault((record.spec.arm, record.spec.workload.activation_offload, record.label), []).append(record)
-    bare = [_row(members) for members in by_row.values()]
+    bare = [replace(_row(members), ideal_s=_ideal(members, records)) for members in by_row.values()]
     noise = max((s for row in bare if row.step_s and (s := row.step_s.relative) is not None), default=None)
     rows = [_against(row, _baseline(row, bare), noise) for row in bare]
     dates = sorted({record.started_at[:10] for record in records if record.started_at})
@@ -169,6 +179,15 @@ def _row(records: Sequence[RunRecord]) -> Row:
         ranks_remote=max(remote) if len(remote) == len(good) and remote else None,
         ranks_pinned=len(good[0].ranks) if remote else None,
     )
+
+
+def _ideal(members: Sequence[RunRecord], group: Sequence[RunRecord]) -> float | None:
+    """Median over a row's launches, with the compute times of the group's `none` for the same job; None where one of
+    them has none."""
+    good = [record for record in members if record.status == "ok"]
+    found = [policy_ideal(record, baseline(group, like=record)) for record in good]
+    known = [ideal for ideal in found if ideal is not None]
+    return statistics.median(known) if known and len(known) == len(good) else None
 
 
 def ranks_remote(record: RunRecord) -> int | None:

@@ -14,7 +14,7 @@ from offbench.compare import Group, Row, compare
 from offbench.config import GIB, Mode, RunSpec, Workload
 from offbench.errors import UsageError
 from offbench.naming import arm_name, describe
-from offbench.record import RunRecord
+from offbench.record import RunRecord, read_records
 from offbench.render import cells, figures, headers, to_csv, to_json, to_markdown, to_table
 from offbench.report import report
 from offbench.verdict import verdicts
@@ -202,9 +202,60 @@ def test_markdown_marks_what_is_modelled_and_missing() -> None:
     lines = text.splitlines()
     assert lines[0] == "1 x NVIDIA H200; Test CPU, 16 CPUs  "
     assert "| tok/s, modelled |" in text
-    assert "| none | - | 65536 | 2.000 | 1.00 | 0.000 | - | - | 60.0 | 50.0 | - | - | - | 1 | ok |" in lines
-    assert "| main | - | - | - | - | - | - | - | - | - | - | - | - | 0 | oom |" in lines
+    assert "| none | - | 65536 | 2.000 | 1.00 | 0.000 | - | - | - | - | 60.0 | 50.0 | - | - | - | 1 | ok |" in lines
+    assert "| main | - | - | - | - | - | - | - | - | - | - | - | - | - | - | 0 | oom |" in lines
     assert "tok/s, modelled" not in headers(only([record(spec(world=8, nproc=8))]))
+
+
+PHASES = {"forward": 0.5, "backward": 1.4, "clip": 0.02, "step": 0.03}
+LINK = {"in_bytes_per_s": 50.0 * GIB, "out_bytes_per_s": 50.0 * GIB, "both_bytes_per_s": 80.0 * GIB}
+STATE_S = 30_532_208_640 / (50 * GIB)
+"""A rank's state of the big model, one way."""
+
+
+def test_a_row_is_set_against_its_own_schedules_ideal() -> None:
+    none = record(spec(), 2.0, phases_s=PHASES)
+    main, chunked = (record(spec(arm), 3.4, link=LINK) for arm in ("main", "chunked"))
+    group = only([none, main, chunked])
+    assert row(group, "none").ideal_s == pytest.approx(1.95)
+    assert row(group, "none").gap_s == pytest.approx(0.05)
+    assert row(group, "main").ideal_s == pytest.approx(1.95 + 2 * STATE_S)
+    assert row(group, "main").gap_s == pytest.approx(1.45 - 2 * STATE_S)
+    assert 1.92 + 2 * STATE_S * 50 / 80 < (row(group, "chunked").ideal_s or 0) < 1.95 + 2 * STATE_S
+    line = dict(zip(headers(group), cells(group)[1], strict=True))
+    assert (line["ideal s"], line["gap s"]) == ("3.087", "0.313")
+    found = figures(row(group, "main"))
+    assert (found["ideal_s"], found["gap_s"]) == pytest.approx((1.95 + 2 * STATE_S, 1.45 - 2 * STATE_S))
+    assert "| ideal s | gap s |" in to_markdown([group])
+    shown = next(line for line in csv.DictReader(io.StringIO(to_csv([group]))) if line["arm"] == "main")
+    assert float(shown["gap_s"]) == pytest.approx(found["gap_s"])
+
+
+def test_an_ideal_that_cannot_be_computed_is_missing() -> None:
+    none, main = record(spec(), 2.0, phases_s=PHASES), record(spec("main"), 3.4, link=LINK)
+    assert row(only([main]), "main").ideal_s is None, "nobody says how long it computes"
+    unknown = only([none, main, record(spec("main"), 3.5, 2)])
+    assert (row(unknown, "main").ideal_s, row(unknown, "main").gap_s) == (None, None), "a launch without rates"
+    idle = record(spec(), 2.0, phases_s=dict.fromkeys(PHASES, 0.0))
+    assert [found.ideal_s for found in only([idle, main]).rows] == [None, None]
+    published = only(list(seed.published(seed.TABLE_A)))
+    assert {found.gap_s for found in published.rows} == {None}
+    for groups, is_shown in (([published], False), ([only([none, main])], True)):
+        for width in (80, 200):
+            out = io.StringIO()
+            to_table(groups, Console(file=out, width=width))
+            assert ("ideal" in out.getvalue()) == ("gap" in out.getvalue()) == is_shown
+
+
+def test_several_launches_have_the_median_of_their_ideals() -> None:
+    none = record(spec(), 2.0, phases_s=PHASES)
+    launches = [
+        record(spec("main"), 3.4, i, link={name: share * rate for name, rate in LINK.items()})
+        for i, share in enumerate((1.0, 0.5, 0.8), start=1)
+    ]
+    found = row(only([none, *launches]), "main")
+    assert found.ideal_s == pytest.approx(1.95 + 2 * STATE_S / 0.8)
+    assert found.gap_s == pytest.approx(1.45 - 2 * STATE_S / 0.8)
 
 
 def placed(*ranks: tuple[int | None, ...]) -> list[dict[str, Any]]:
@@ -247,7 +298,7 @@ def test_ranks_with_memory_on_another_socket_are_counted(launches: list[list[dic
 
 def test_a_whole_run_peak_is_marked() -> None:
     text = to_markdown(compare(seed.published(seed.TABLE_A)))
-    assert "| none | - | 57800 | 2.260 | 1.00 | 0.000 | - | - | 81.3* | - | - | - | 41.0 | 1 | ok |" in text
+    assert "| none | - | 57800 | 2.260 | 1.00 | 0.000 | - | - | - | - | 81.3* | - | - | - | 41.0 | 1 | ok |" in text
     assert "- * over the whole run, first step included" in text
 
 
@@ -301,6 +352,13 @@ def test_report_reads_files_and_warns_about_torn_lines(tmp_path: Path, capsys: p
     assert captured.err.startswith(f"warning: skipped {path}:2: ")
     report([path], "json")
     assert len(json.loads(capsys.readouterr().out)["problems"]) == 1
+
+
+@pytest.mark.parametrize("name", ["native", "emulated-38.8", "fsdp-copies"])
+def test_the_tables_we_ship_are_those_of_their_records(name: str) -> None:
+    path = RESULTS / f"h200-rehearsal-{name}.jsonl"
+    shown = to_markdown(compare(read_records([path]).records))
+    assert path.with_suffix(".md").read_text() == shown, f"offbench report {path.name} --format md, again"
 
 
 def test_report_refuses_what_it_cannot_show(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ No torch anywhere in here.
 """
 
 from offbench.planner.inputs import Compute, Layout, Links
-from offbench.planner.simulate import Simulated, Waits, simulate
+from offbench.planner.result import Simulated, Waits
+from offbench.planner.simulate import simulate
 
 __all__ = ["Compute", "Layout", "Links", "Simulated", "Waits", "simulate"]

@@ -36,6 +36,26 @@ def plan(
         float | None, typer.Option(min=1, help="Model TFLOP/s a GPU sustains, where no times are known (400).")
     ] = None,
     target: Annotated[float, typer.Option(help="Longest step that will do, in steps of none.")] = 1.05,
+    state_budget: Annotated[
+        list[str] | None,
+        typer.Option(help="State that may stay on the GPU, as in 4GiB; repeatable; by default a few shares of it."),
+    ] = None,
+    fsdp_copies: Annotated[
+        str, typer.Option(help="kernel, or stock: small copies of FSDP2 wait behind bulk ones.")
+    ] = "kernel",
+    readbacks: Annotated[
+        str, typer.Option(help="kernel, or copy: expert counts read back wait behind bulk copies.")
+    ] = "kernel",
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The plan under other circumstances as well: ranks, remote, gen4, gen6, c2c, sequence, accumulation, "
+            "bf16-moments, nodes, or all; repeatable."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Instead of the table: write the plan's figures (SVG) into this folder.")
+    ] = None,
     against: Annotated[
         list[Path] | None, typer.Option(help="Instead of a plan: simulate this results file's rows; repeatable.")
     ] = None,
@@ -61,6 +81,11 @@ def plan(
         both_ways=both_ways,
         tflops=tflops,
         target=target,
+        budgets=tuple(state_budget or ()),
+        fsdp_copies=fsdp_copies,
+        readbacks=readbacks,
+        what_if=tuple(what_if or ()),
+        plot=plot,
         against=tuple(against or ()),
     )
     raise typer.Exit(plan_command(options))

@@ -10,7 +10,9 @@ from pathlib import Path
 from offbench.config import Workload
 from offbench.errors import UsageError
 from offbench.planner import sources
-from offbench.planner.inputs import FP32, Compute, Layout, Links, local_numel, of_model, uniform
+from offbench.planner.footprint import footprint
+from offbench.planner.inputs import FP32, Compute, Footprint, Layout, Links, local_numel, of_model, uniform
+from offbench.planner.tasks import SmallCopies
 from offbench.record import RunRecord, read_records
 from offbench.topology.imports import load_machine
 from offbench.topology.model import Machine
@@ -43,6 +45,11 @@ class PlanOptions:
     both_ways: str | None = None
     tflops: float | None = None
     target: float = 1.05
+    budgets: tuple[str, ...] = ()
+    fsdp_copies: str = "kernel"
+    readbacks: str = "kernel"
+    what_if: tuple[str, ...] = ()
+    plot: Path | None = None
     against: tuple[Path, ...] = ()
 
 
@@ -57,13 +64,45 @@ class Job:
     seq_len: int | None
     micro_batch: int
     chunk_bytes: int
-    layout: Layout
+    """Cap of a chunk before it is cut into pieces, as an ArmSpec has it."""
     said: str
+    grad_accum: int = 1
+    state: int | None = None
+    """Without a preset: bytes of state of a rank."""
+    moment: int = FP32
+    """Bytes of one moment of a parameter."""
+
+    def cut(self, cap: int) -> Layout:
+        """The state in copies of at most `cap` bytes, larger parameters alone: `Schedule.chunk_bytes`."""
+        if self.state is not None:
+            return uniform(self.state, self.layers, cap, self.moment)
+        assert self.model is not None
+        return of_model(presets.find(self.model), self.world, self.ep, self.layers, cap, self.moment)
+
+    @property
+    def layout(self) -> Layout:
+        """The state in whole chunks."""
+        return self.cut(self.chunk_bytes)
 
     @property
     def tokens_per_step(self) -> int | None:
         """Of all ranks; None where the tokens per sample are not known."""
-        return None if self.seq_len is None else self.seq_len * self.micro_batch * self.world
+        return None if self.seq_len is None else self.seq_len * self.micro_batch * self.grad_accum * self.world
+
+    @property
+    def footprint(self) -> Footprint:
+        """GPU memory beside state; of a job without a preset parameters and gradients only."""
+        if self.model is None or self.seq_len is None:
+            return Footprint(self.layout.nbytes / 2, self.layout.nbytes / 2)
+        workload = Workload(
+            model=self.model,
+            layers=self.layers,
+            ep=self.ep,
+            seq_len=self.seq_len,
+            micro_batch=self.micro_batch,
+            grad_accum=self.grad_accum,
+        )
+        return footprint(workload, self.world)
 
 
 @dataclass(frozen=True)
@@ -77,6 +116,11 @@ class Inputs:
     links_from: str
     sockets: int | None
     """Sockets with GPUs, where the machine says."""
+    machine: Machine | None
+    """Where the rates are those of a described one."""
+    small: SmallCopies
+    emulated: float | None = None
+    """`--emulate-link` of the record that the rates are from, bytes/s both ways."""
 
 
 def gather(options: PlanOptions, look: Callable[[], Machine]) -> Inputs:
@@ -88,9 +132,17 @@ def gather(options: PlanOptions, look: Callable[[], Machine]) -> Inputs:
         raise UsageError(f"--target {options.target:g}: a step cannot be planned below that of none; give 1 or more")
     rows = recorded(options.record) if options.record else []
     job = plan_job(options, rows[0].spec.workload if rows else None, rows[0].spec.mode.world if rows else None)
+    if options.fsdp_copies not in {"stock", "kernel"}:
+        raise UsageError(f"--fsdp-copies {options.fsdp_copies}: stock or kernel")
+    if options.readbacks not in {"copy", "kernel"}:
+        raise UsageError(f"--readbacks {options.readbacks}: copy or kernel")
     compute, compute_from = plan_compute(options, job, rows)
-    links, links_from, sockets = plan_links(options, job, rows, look)
-    return Inputs(job, compute, links, compute_from, links_from, sockets)
+    links, links_from, machine = plan_links(options, job, rows, look)
+    sockets = {gpu.package for gpu in machine.gpus if gpu.package is not None} if machine else set()
+    probed = rows[0] if rows and machine is None and options.one_way is None else None
+    emulated = probed.spec.mode.emulate_link if probed else None
+    small = SmallCopies(options.fsdp_copies == "stock", options.readbacks == "copy")
+    return Inputs(job, compute, links, compute_from, links_from, len(sockets) or None, machine, small, emulated)
 
 
 def recorded(path: Path) -> list[RunRecord]:
@@ -100,8 +152,6 @@ def recorded(path: Path) -> list[RunRecord]:
         raise UsageError(
             f"--record {path}: no measured row of arm none with its phases; add one: offbench run --arm none"
         )
-    if rows[0].spec.workload.grad_accum > 1:
-        raise UsageError(f"--record {path}: its steps accumulate gradients; give --forward, --backward and --update")
     return rows
 
 
@@ -128,10 +178,10 @@ def plan_job(options: PlanOptions, workload: Workload | None, recorded_world: in
         raise UsageError(f"--ep {ep}: must divide the world ({world}) and the experts ({shape.experts})")
     seq_len = options.seq_len or (workload.seq_len if workload else shape.seq_len)
     batch = workload.micro_batch if workload else 1
-    layout = of_model(shape, world, ep, layers, shape.chunk_bytes)
     size = f"{shape.name}, {count(layers, 'layer')}, {count(world, 'rank')}, EP {ep}"
-    said = f"{size}, {seq_len * batch:,} tokens a rank and step"
-    return Job(shape.name, layers, world, ep, seq_len, batch, shape.chunk_bytes, layout, said)
+    accum = workload.grad_accum if workload else 1
+    said = f"{size}, {seq_len * batch * accum:,} tokens a rank and step"
+    return Job(shape.name, layers, world, ep, seq_len, batch, shape.chunk_bytes, said, accum)
 
 
 def _uniform_job(options: PlanOptions, world: int) -> Job:
@@ -143,9 +193,8 @@ def _uniform_job(options: PlanOptions, world: int) -> Job:
     else:
         nbytes = -(-STATE_BYTES * (options.params or 0) // world)
         said = f"{options.params:,} parameters x {STATE_BYTES} bytes of state / {count(world, 'rank')} (--params)"
-    layout = uniform(nbytes, layers, GIB)
     said += f", assumed in {layers} equal layers"
-    return Job(None, layers, world, 1, options.seq_len, 1, GIB, layout, said)
+    return Job(None, layers, world, 1, options.seq_len, 1, GIB, said, state=nbytes)
 
 
 def plan_compute(options: PlanOptions, job: Job, rows: list[RunRecord]) -> tuple[Compute, str]:
@@ -174,8 +223,9 @@ def plan_compute(options: PlanOptions, job: Job, rows: list[RunRecord]) -> tuple
 
 def plan_links(
     options: PlanOptions, job: Job, rows: list[RunRecord], look: Callable[[], Machine]
-) -> tuple[Links, str, int | None]:
-    """Rates of the options, else of --from, else of the record's launches, else of this host; and its sockets."""
+) -> tuple[Links, str, Machine | None]:
+    """Rates of the options, else of --from, else of the record's launches, else of this host; and the machine that
+    they are read from."""
     if options.one_way is not None:
         if options.source:
             raise UsageError("--one-way and --from both say how fast copies are; give one")
@@ -203,5 +253,4 @@ def plan_links(
     links, text = sources.links_of_machine(machine, ranks)
     if ranks < job.world:
         text += f"; {ranks} of {job.world} ranks are on one machine, the others taken to be on equal ones"
-    packages = {gpu.package for gpu in machine.gpus if gpu.package is not None}
-    return links, f"{options.source or 'this host'}: {text}", len(packages) or None
+    return links, f"{options.source or 'this host'}: {text}", machine

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from offbench.errors import UsageError
 from offbench.offload.chunks import Chunk, plan_chunks
@@ -45,6 +46,10 @@ class Links:
             return self.into * share, self.out * share
         return self.into * moving_in, self.out * moving_out
 
+    def scaled(self, share: float) -> Links:
+        """Every rate times `share`."""
+        return Links(share * self.into, share * self.out, share * self.both)
+
     def floor_s(self, nbytes: float) -> float:
         """Least seconds for so many bytes in and as many out (`offbench.floor`, for one rank's share)."""
         return max(nbytes / self.into, nbytes / self.out, 2 * nbytes / self.both)
@@ -72,6 +77,41 @@ class Compute:
         return self.forward + self.backward + self.clip + self.update
 
 
+Phase = Literal["forward", "backward", "step"]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """GPU memory of one rank beside optimizer state, bytes, over the phases of a step."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    """At the end of backward: they grow evenly through it, and go as updates run."""
+    saved: float = 0.0
+    """Activations kept for backward, at the loss: they grow evenly through forward and go through backward."""
+    in_forward: float = 0.0
+    """Temporaries while a unit's forward runs."""
+    in_backward: float = 0.0
+    """The same in backward, where a unit is computed again."""
+
+    def now(self, phase: Phase, done: float, running: bool, fresh: float) -> float:
+        """Bytes at a moment. done: share of the phase that has run; fresh: share of the gradients, complete at the
+        last step, that still wait for their update."""
+        if phase == "backward":
+            grown = self.gradients * done + self.saved * (1 - done)
+            return self.parameters + grown + self.in_backward * running
+        if phase == "forward":
+            grown = self.gradients * fresh + self.saved * done
+            return self.parameters + grown + self.in_forward * running
+        return self.parameters + self.gradients * fresh
+
+    @property
+    def most(self) -> float:
+        """The most without any state, all updates done before the forward."""
+        ends = [self.now(phase, done, True, 0.0) for phase in ("forward", "backward") for done in (0.0, 1.0)]
+        return max(*ends, self.now("step", 1.0, False, 1.0))
+
+
 @dataclass(frozen=True)
 class Layout:
     """One rank's chunks, and the units of the forward that read them."""
@@ -81,6 +121,8 @@ class Layout:
     """Per unit, in forward order: the last chunk that holds parameters of it."""
     shares: tuple[float, ...]
     """Per unit: its part of the forward's time; they add up to 1."""
+    gradients: float = 0.5
+    """Bytes of gradient per byte of state: 4 against 8 with two fp32 moments."""
 
     @property
     def nbytes(self) -> int:
@@ -88,13 +130,17 @@ class Layout:
         return sum(chunk.nbytes for chunk in self.chunks)
 
 
-def of_model(shape: ModelShape, world: int, ep: int, layers: int, cap: int) -> Layout:
+def of_model(shape: ModelShape, world: int, ep: int, layers: int, cap: int, moment: int = FP32) -> Layout:
     """The layout of a preset: embedding, blocks, then norm and head. Every block takes the same time; the other
-    units take none of their own."""
+    units take none of their own.
+
+    cap: bytes of a copy, `Schedule.chunk_bytes`: chunks that move in pieces are cut so already. moment: bytes of one
+    moment of a parameter.
+    """
     embedding, *rest = shape.other_tensors()
     units = [[embedding], *(list(shape.layer_tensors()) for _ in range(layers)), rest]
-    sizes = [[FP32 * local_numel(*tensor, world, ep) for tensor in unit] for unit in units]
-    return _layout(sizes, (0.0, *(1 / layers for _ in range(layers)), 0.0), cap)
+    sizes = [[moment * local_numel(*tensor, world, ep) for tensor in unit] for unit in units]
+    return _layout(sizes, (0.0, *(1 / layers for _ in range(layers)), 0.0), cap, moment)
 
 
 def local_numel(name: str, shape: tuple[int, ...], world: int, ep: int) -> int:
@@ -103,12 +149,12 @@ def local_numel(name: str, shape: tuple[int, ...], world: int, ep: int) -> int:
     return -(-rows // ways) * math.prod(shape[1:])
 
 
-def uniform(nbytes: int, layers: int, cap: int) -> Layout:
-    """So many bytes of state in equal layers, each cut into parameters that fit a chunk's cap."""
+def uniform(nbytes: int, layers: int, cap: int, moment: int = FP32) -> Layout:
+    """So many bytes of state in equal layers, each cut into parameters that fit the cap of a copy."""
     per_layer = nbytes / layers / 2
-    pieces = max(1, math.ceil(2 * per_layer / cap))
-    moment = max(1, round(per_layer / pieces))
-    return _layout([[moment] * pieces for _ in range(layers)], (1 / layers,) * layers, cap)
+    parts = max(1, math.ceil(2 * per_layer / cap))
+    size = max(1, round(per_layer / parts))
+    return _layout([[size] * parts for _ in range(layers)], (1 / layers,) * layers, cap, moment)
 
 
 def equal_chunks(nbytes: float, count: int) -> Layout:
@@ -118,11 +164,12 @@ def equal_chunks(nbytes: float, count: int) -> Layout:
     return Layout(chunks, tuple(range(count)), (1 / count,) * count)
 
 
-def _layout(units: list[list[int]], shares: tuple[float, ...], cap: int) -> Layout:
-    """units: bytes of one moment of each parameter, by unit, in the optimizer's order."""
+def _layout(units: list[list[int]], shares: tuple[float, ...], cap: int, moment: int) -> Layout:
+    """units: bytes of one moment of each parameter, by unit, in the optimizer's order; moment: of one value."""
     chunks = plan_chunks([nbytes for unit in units for nbytes in unit], cap)
     home = {position: chunk.index for chunk in chunks for position in chunk.members}
-    return Layout(chunks, tuple(max(home[p] for p in positions) for positions in _positions(units)), shares)
+    last = tuple(max(home[p] for p in positions) for positions in _positions(units))
+    return Layout(chunks, last, shares, FP32 / (2 * moment))
 
 
 def _positions(units: list[list[int]]) -> Iterator[range]:

@@ -74,18 +74,21 @@ def _shared(share: float, link: str, ranks: int, rate: Rate) -> str:
 def baseline(records: Sequence[RunRecord], like: RunRecord | None = None) -> list[RunRecord]:
     """The `none` rows whose times the other rows of a file, or those like `like`, are simulated from."""
     rows = [r for r in records if r.status == "ok" and r.source == "measured" and r.spec.arm.name == "none"]
-    rows = [r for r in rows if r.job is None and r.phases_s.forward is not None and r.phases_s.backward is not None]
+    rows = [r for r in rows if r.job is None and r.phases_s.forward and r.phases_s.backward]
     same = like or (rows[0] if rows else None)
     return [r for r in rows if same and (r.spec.workload, r.spec.mode) == (same.spec.workload, same.spec.mode)]
 
 
 def compute_of_records(rows: Sequence[RunRecord]) -> Compute:
-    """Median phases of `none` rows of one workload."""
+    """Median phases of `none` rows of one workload. Of accumulated passes all but the first forward count as backward:
+    updates run before the first."""
 
     def median(phase: str) -> float:
         return statistics.median(getattr(row.phases_s, phase) or 0.0 for row in rows)
 
-    return Compute(median("forward"), median("backward"), median("step"), median("clip"))
+    forward = median("forward") / rows[0].spec.workload.grad_accum
+    backward = median("backward") + median("forward") - forward
+    return Compute(forward, backward, median("step"), median("clip"))
 
 
 def links_of_records(rows: Sequence[RunRecord]) -> Links | None:

@@ -6,32 +6,48 @@ import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from offbench.config import Mode, RunSpec, Workload
-from offbench.estimate import estimate
+from offbench import arms
 from offbench.planner.choose import Candidate, Choice
 from offbench.planner.gather import Inputs
 from offbench.planner.reality import Compared
+from offbench.planner.whatif import Outcome, WhatIf
 from offbench.units import GIB, gib, show_size
 from offbench.workload import presets
 
 COLUMNS = (
     "schedule",
+    "budget",
     "step s",
     "x none",
     "tok/s",
     "exposed s",
     "wait in",
     "wait out",
+    "small",
     "floor s",
-    "state GiB",
-    "GPU GiB",
+    "state",
+    "peak",
     "",
 )
+WHAT_IF_COLUMNS = (
+    "what if",
+    "one way",
+    "both",
+    "state",
+    "none s",
+    "chunked",
+    "overlap",
+    "stream, half",
+    "least budget",
+    "its peak",
+)
 
+LATE = ("overlap", "stream")
+"""Arms that copy beside forward and backward."""
 INDENT, WIDTH = " " * 11, 110
-BOUND = (
-    "Its time is a lower bound. With FSDP2's stock copies, which queue behind bulk ones, overlap took 17 to 35 % "
-    "longer than simulated, on one machine longer than chunked; --fsdp-copies kernel takes them out of that queue."
+KERNEL = (
+    "Times hold with --fsdp-copies kernel --readbacks kernel: otherwise small copies wait behind bulk ones, and "
+    "overlap and stream are far slower (--fsdp-copies stock --readbacks copy simulates that)."
 )
 
 
@@ -41,8 +57,10 @@ def plan_lines(
     """Inputs with their origins, the table, the recommendation."""
     job, c, links = inputs.job, inputs.compute, inputs.links
     yield "Simulated, not measured: " + job.said
-    pieces = f"{len(job.layout.chunks)} chunks of up to {show_size(job.chunk_bytes)}"
-    yield f"  state    {gib(job.layout.nbytes)} GiB a rank, each way and step, in {pieces}"
+    usual = arms.ARMS["chunked"].resolve(chunk_bytes=job.chunk_bytes)
+    copies = len(job.cut(arms.ARMS["chunked"].schedule(usual).chunk_bytes).chunks)
+    pieces = f"chunks of up to {show_size(job.chunk_bytes)} in {usual.pieces} pieces, {copies} copies each way"
+    yield f"  state    {gib(job.layout.nbytes)} GiB a rank, each way and step: {pieces}"
     clip = f", clip {c.clip:.3g}" if c.clip else ""
     yield f"  compute  forward {c.forward:.3g}, backward {c.backward:.3g}{clip}, update {c.update:.3g} s"
     yield from prose(inputs.compute_from, INDENT)
@@ -51,52 +69,48 @@ def plan_lines(
     yield from prose(inputs.links_from, INDENT)
     yield ""
     yield from table(COLUMNS, [_row(row, found[0], inputs, row in front) for row in found])
-    yield "* no other schedule is as fast with as little state on the GPU"
-    yield "exposed = step - none = wait in + wait out; state: the most on the GPU at any time; GPU: estimate of it all"
+    yield "* no other row is as fast with as little memory; budget, state (when backward ends) and peak in GiB"
+    yield "exposed = step - none = wait in + wait out + small; budget: --state-budget, state that stays on the GPU"
+    yield "names of stream: --staging, and to --at-loss when the forward ends; without that it grows as far as it gets"
+    if job.model is None or job.seq_len is None:
+        yield "peak: parameters, gradients and state; activations are not in it"
     yield ""
     yield from recommendation(inputs, choice)
 
 
 def _row(row: Candidate, none: Candidate, inputs: Inputs, front: bool) -> list[str]:
     s, tokens = row.simulated, inputs.job.tokens_per_step
-    whole = gpu_bytes(inputs, row)
     return [
         row.name,
+        "-" if row.arm.state_budget is None else gib(row.budget),
         f"{s.step_s:.3f}",
         f"{s.step_s / none.simulated.step_s:.2f}",
         "-" if tokens is None else rate(tokens / s.step_s),
-        f"{s.step_s - none.simulated.step_s:.3f}",
+        f"{max(0.0, s.step_s - none.simulated.step_s):.3f}",
         f"{s.waits.move_in:.3f}",
         f"{s.waits.slot + s.waits.write_back:.3f}",
+        f"{s.waits.small:.3f}",
         f"{row.floor_s:.3f}",
-        f"{s.peak_state_bytes / GIB:.1f}",
-        "-" if whole is None else f"{whole / GIB:.1f}",
+        gib(s.state_at_backward_end_bytes),
+        gib(s.peak_bytes),
         "*" if front else "",
     ]
-
-
-def gpu_bytes(inputs: Inputs, row: Candidate) -> int | None:
-    """Estimate of a rank's peak on the GPU, as before a launch; None without a preset."""
-    job = inputs.job
-    if job.model is None or job.seq_len is None:
-        return None
-    w = Workload(model=job.model, layers=job.layers, seq_len=job.seq_len, micro_batch=job.micro_batch, ep=job.ep)
-    return estimate(RunSpec(workload=w, arm=row.arm, mode=Mode(world=job.world, nproc=job.world))).gpu_bytes
 
 
 def recommendation(inputs: Inputs, choice: Choice) -> Iterator[str]:
     """What to take, why, and the command that measures it."""
     yield from prose(f"Take {choice.candidate.name}: {choice.reason}.")
-    if choice.candidate.arm.name == "overlap":
-        yield from prose(BOUND)
+    if choice.candidate.arm.name in LATE and not inputs.small.any:
+        yield from prose(KERNEL)
     if inputs.job.model is None:
-        yield f"In your trainer: the schedule of arm {choice.candidate.name} (docs/using-the-optimizer.md)."
+        budget = f" with {gib(choice.candidate.budget)} GiB of state on the GPU" if choice.candidate.budget else ""
+        yield f"In your trainer: the schedule of arm {choice.candidate.name}{budget} (docs/using-the-optimizer.md)."
     else:
         yield "Measure it: " + run_line(inputs, choice)
 
 
 def run_line(inputs: Inputs, choice: Choice) -> str:
-    """The command that measures the choice beside `none` and `chunked`."""
+    """The command that measures the choice beside `none`, and `chunked` where --slots leaves that as it is."""
     job, arm = inputs.job, choice.candidate.arm
     assert job.model is not None
     shape = presets.find(job.model)
@@ -104,17 +118,56 @@ def run_line(inputs: Inputs, choice: Choice) -> str:
     words += ["--layers", str(job.layers)] if job.layers != shape.layers else []
     words += ["--seq-len", str(job.seq_len)] if job.seq_len != shape.seq_len else []
     words += ["--micro-batch", str(job.micro_batch)] if job.micro_batch != 1 else []
-    for name in dict.fromkeys(("none", "chunked", arm.name)):
+    usual = arms.ARMS[arm.name].defaults
+    slots = ["--slots", str(arm.slots)] if arm.slots != usual.get("slots") else []
+    for name in dict.fromkeys(("none", arm.name) if slots else ("none", "chunked", arm.name)):
         words += ["--arm", name]
-    words += ["--slots", str(arm.slots), "--fsdp-copies", "kernel"] if arm.name == "overlap" else []
+    words += ["--grad-accum", str(job.grad_accum)] if job.grad_accum != 1 else []
+    words += slots
+    words += ["--state-budget", show_size(arm.state_budget)] if arm.state_budget else []
+    for flag, nbytes in (("--staging", arm.staging_bytes), ("--at-loss", arm.loss_bytes)):
+        words += [flag, show_size(nbytes)] if nbytes is not None else []
+    if arm.name in LATE:
+        words += [] if inputs.small.uploads else ["--fsdp-copies", "kernel"]
+        words += [] if inputs.small.readbacks else ["--readbacks", "kernel"]
     words += ["--numa"] if (inputs.sockets or 1) > 1 else []
+    words += ["--emulate-link", f"{inputs.emulated / GIB:g}GiB/s"] if inputs.emulated else []
     return shlex.join(words)
+
+
+def what_if_lines(planned: Outcome, others: Sequence[tuple[WhatIf, Outcome]], target: float) -> Iterator[str]:
+    """A row for the plan as it is and one for each what-if, then what each assumes."""
+    yield "What if"
+    yield from table(
+        WHAT_IF_COLUMNS, [_what_if_row(planned), *(_what_if_row(found, what.exact) for what, found in others)]
+    )
+    yield "x none of chunked, overlap with 4 slots, and stream with half of the state as its budget; rates in GiB/s"
+    yield f"least budget: GiB of state with which stream stays within {target:g} x none, and the GPU's peak with it"
+    for what, _ in others:
+        yield from prose(f"{what.name}: {what.said}.")
+
+
+def _what_if_row(found: Outcome, exact: bool = True) -> list[str]:
+    none, links, least = found.none.simulated.step_s, found.inputs.links, found.least
+    return [
+        found.name if exact else f"{found.name} (inexact)",
+        gib(min(links.into, links.out)),
+        gib(min(links.both, links.into + links.out)),
+        gib(found.inputs.job.layout.nbytes),
+        f"{none:.3f}",
+        *(f"{row.simulated.step_s / none:.2f}" for row in (found.chunked, found.overlap, found.stream)),
+        "none does" if least is None else gib(least.budget),
+        "-" if least is None else gib(least.simulated.peak_bytes),
+    ]
 
 
 def reality_lines(compared: Sequence[Compared], skipped: Sequence[str]) -> Iterator[str]:
     """Simulated against actual step times, the reasons of what is far off, and the rows that were left out."""
-    rows = [[c.name, f"{c.simulated_s:.3f}", f"{c.actual_s:.3f}", f"{100 * c.error:+.1f} %"] for c in compared]
-    yield from table(("row", "simulated s", "actual s", "error"), rows)
+    rows = [
+        [c.name, f"{c.simulated_s:.3f}", f"{c.actual_s:.3f}", f"{100 * c.error:+.1f} %", f"{c.free_s:.3f}"]
+        for c in compared
+    ]
+    yield from table(("row", "simulated s", "actual s", "error", "no small copy waits"), rows)
     reasons = [f"{c.name}: {c.reason}" for c in compared if c.reason]
     for line in (*reasons, *skipped):
         yield from prose(line)

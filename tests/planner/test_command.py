@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import shlex
+import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,18 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from offbench import cli, commands
+from offbench import cli
 from offbench.arms import ARMS
 from offbench.errors import UsageError
-from offbench.planner import command
-from offbench.planner.choose import Candidate, candidates, choose, pareto
+from offbench.offload.chunks import plan_staging
+from offbench.planner import command, whatif
+from offbench.planner.choose import (
+    Candidate,
+    Setting,
+    at_budget,
+    budgets_of,
+    candidates,
+    choose,
+    least_stream,
+    pareto,
+    stream_at,
+)
 from offbench.planner.gather import Inputs, PlanOptions, gather
-from offbench.planner.inputs import Compute, Links
-from offbench.planner.simulate import Simulated, Waits
-from offbench.planner.sources import SEED_COMPUTE, SEED_LINKS, links_of_machine
+from offbench.planner.inputs import Compute, Footprint, Links
+from offbench.planner.policy import Policy
+from offbench.planner.result import Simulated, Waits
+from offbench.planner.sources import SEED_LINKS, links_of_machine
+from offbench.record import read_records
 from offbench.topology.imports import load_machine
 from offbench.topology.model import Machine, Source
-from tests.hosts import host
 from tests.planner.test_simulate import QWEN
 
 GIB = 1 << 30
@@ -45,34 +57,31 @@ def test_the_shipped_machine_is_planned_from_its_published_figures(capsys: pytes
     shown = lines(capsys, *SEED)
     text = " ".join(" ".join(shown).split())
     assert shown[0].startswith("Simulated, not measured: qwen3-30b-a3b, 48 layers, 8 ranks, EP 8, 16,384 tokens")
-    assert "in 33 chunks of up to 1GiB" in text
+    assert "chunks of up to 1GiB in 4 pieces, 99 copies each way" in text
     assert "published for this job and machine: prime-rl#4427" in text
     assert "26.0 in, 26.0 out, 38.8 both ways" in text
     assert "uplink A 52.0 / 2" in text
     assert "socket0 155.0 / 4" in text
-    rows = {
-        line.split("  ")[0]: line.split() for line in shown if line.startswith(("none ", "main ", "chunk", "over"))
-    }
-    assert set(rows) == {"none", "main", "chunked, 2 slots", *(f"overlap, {n} slots" for n in (2, 4, 8))}
-    assert rows["none"][1:4] == ["2.255", "1.00", "58.1k"]
-    assert rows["main"][1] == "4.442"
-    assert any(
-        line.startswith("Take overlap, 4 slots: no schedule that offloads stays within 1.05 x") for line in shown
-    )
-    assert "lower bound" in text
+    rows = [line.split("  ") for line in shown if line.startswith(("none ", "main ", "chunk", "over", "stream,"))]
+    names = [row[0] for row in rows]
+    overlaps = [f"overlap, {n} slots" for n in (2, 4, 8)]
+    assert names[:8] == ["none", "main", "chunked, 2 slots", *overlaps, "stream, 2.0 to 10.0 GiB", "stream, 4.0 GiB"]
+    # Five budgets, the leanest and where it is another the fastest; and the least budget that meets the target.
+    assert sum(name.startswith("stream, ") for name in names) == 9
+    figures = {line.split("  ")[0]: line.split() for line in reversed(shown) if line.startswith(("none ", "main "))}
+    assert figures["none"][1:5] == ["-", "2.255", "1.00", "58.1k"]
+    assert figures["main"][1:3] == ["0.0", "4.442"]
+    assert "Take stream, 2.0 to 12.0 GiB: of all within 1.05 x none it needs the least memory, 18.5 GiB less" in text
+    assert "--fsdp-copies kernel --readbacks kernel" in text
 
 
-def test_the_recommended_command_is_one_that_runs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    offered = next(line for line in lines(capsys, *SEED) if line.startswith("Measure it: "))
-    words = shlex.split(offered.removeprefix("Measure it: "))
-    assert words[:2] == ["offbench", "run"]
-    monkeypatch.setattr(commands, "detect", lambda: host(gpus=8, host_gib=2000))
-    monkeypatch.setattr(commands.environment, "capture", lambda _bus_id: {})
-    monkeypatch.chdir(tmp_path)
-    assert cli.main([*words[1:], "--dry-run"]) == 0
-    assert "would append 3 records" in capsys.readouterr().out
+def test_pieces_are_the_arms_and_so_are_the_windows() -> None:
+    at = planned()
+    assert [len(at.cut(cap).chunks) for cap in (GIB, GIB // 4)] == [33, 99]
+    whole = ARMS["overlap"].resolve(chunk_bytes=GIB, pieces=1)
+    found = at.simulate(Policy.of(ARMS["overlap"].schedule(whole)))
+    assert found.staging_bytes == plan_staging(QWEN.chunks, 4).nbytes
+    assert at_budget(at, "overlap", 0).simulated.staging_bytes == plan_staging(at.cut(GIB // 4).chunks, 16).nbytes
 
 
 def test_a_record_gives_model_times_and_rates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,12 +89,10 @@ def test_a_record_gives_model_times_and_rates(capsys: pytest.CaptureFixture[str]
     text = "\n".join(shown)
     assert "measured: median of 2 launches of none, 1 GPU copying" in text
     assert "clip 0.0134" in text
-    assert any(
-        line.startswith("Take overlap, 2 slots: the least state on the GPU of all within 1.2 x") for line in shown
-    )
+    assert any(line.startswith("Take stream, 2.0 to 10.0 GiB: of all within 1.2 x none it needs") for line in shown)
     elsewhere = inputs(record=NATIVE, source="seed-8xh200")
     assert elsewhere.links.both == pytest.approx(38.75 * GIB)
-    assert elsewhere.compute.forward == pytest.approx(0.498, abs=0.001)
+    assert elsewhere.compute.forward == pytest.approx(0.508, abs=0.001)
 
 
 def test_times_from_flops_say_what_they_assume() -> None:
@@ -113,9 +120,16 @@ def test_bytes_and_given_rates_need_no_preset(capsys: pytest.CaptureFixture[str]
     )
     assert "assumed in 48 equal layers" in shown[0]
     assert any("update assumed" in line for line in shown)
-    assert shown[-1].startswith("In your trainer: the schedule of arm overlap, 2 slots")
+    assert shown[-1] == "In your trainer: the schedule of arm stream, 2.0 to 10.0 GiB (docs/using-the-optimizer.md)."
+    assert "peak: parameters, gradients and state; activations are not in it" in shown
     split = inputs(params=8 * GIB, forward=1.0, backward=1.0, one_way="9GiB/s").job.layout
     assert split.nbytes == pytest.approx(8 * GIB, rel=1e-4)
+
+
+def test_the_measured_machine_we_ship_can_be_planned_on() -> None:
+    found = inputs(world=1, source=str(ROOT / "results" / "h200-guest-topo.json"))
+    assert (found.links.into / GIB, found.links.both / GIB) == pytest.approx((51.5, 94.3), abs=0.05)
+    assert "measured" in found.links_from
 
 
 def test_a_job_larger_than_the_machine_takes_the_others_to_be_alike() -> None:
@@ -152,8 +166,10 @@ def test_against_files_prints_errors_and_reasons(capsys: pytest.CaptureFixture[s
     table = ROOT / "results" / "seed-table-a.jsonl"
     shown = lines(capsys, "--against", str(table), "--against", str(NATIVE))
     assert f"{NATIVE}: simulated from its own inputs" in shown
-    assert any(line.startswith("main ") and line.endswith("-9.3 %") for line in shown)
-    assert any("small copies queue behind bulk ones" in line for line in shown)
+    assert any(line.startswith("main ") and "-9.3 %" in line for line in shown)
+    bound = next(line for line in shown if line.startswith("overlap (numa, whole first step"))
+    assert bound.split()[-5:] == ["3.500", "3.520", "-0.6", "%", "3.007"]
+    assert any("at 0.8 of them it takes" in " ".join(shown[i : i + 2]) for i in range(len(shown)))
 
 
 REFUSED = [
@@ -167,6 +183,11 @@ REFUSED = [
     (("--from", "seed-8xh200", "--bytes", "1GiB"), "how long does a step compute"),
     (("--from", "seed-8xh200", "--target", "0.9"), "--target 0.9"),
     (("--from", "seed-8xh200", "--target", "nan"), "--target nan"),
+    (("--from", "seed-8xh200", "--what-if", "gen7"), "--what-if gen7: there are all, ranks, remote, gen4"),
+    (("--from", "seed-8xh200", "--state-budget", "4"), "--state-budget 4: not a size"),
+    (("--from", "seed-8xh200", "--fsdp-copies", "none"), "--fsdp-copies none: stock or kernel"),
+    (("--from", "seed-8xh200", "--readbacks", "stock"), "--readbacks stock: copy or kernel"),
+    (("--from", "seed-8xh200", "--plot", "/dev/null/here"), "cannot write figures to /dev/null/here"),
     (("--from", "seed-8xh200", "--ep", "3"), "--ep 3: must divide"),
     (("--params", "1000", "--ep", "2"), "--ep needs a --model"),
     (("--record", str(ROOT / "results" / "seed-table-a.jsonl")), "no measured row of arm none"),
@@ -191,8 +212,8 @@ def test_planning_loads_no_torch() -> None:
     assert done.stdout.splitlines()[-1] == "False"
 
 
-def row(arm: str, step_s: float, state: int) -> Candidate:
-    return Candidate(ARMS[arm].resolve(), Simulated(step_s, Waits(), 0, state, 0), 0.0)
+def row(arm: str, step_s: float, peak: int) -> Candidate:
+    return Candidate(ARMS[arm].resolve(), Simulated(step_s, Waits(), 0, 0, 0, 0, peak), 0.0)
 
 
 def test_the_front_is_what_nobody_beats_and_of_equals_the_first() -> None:
@@ -200,7 +221,7 @@ def test_the_front_is_what_nobody_beats_and_of_equals_the_first() -> None:
     assert pareto([none, slow, fast, same]) == [none, fast]
 
 
-def test_the_choice_is_the_least_state_within_the_target_else_the_fastest() -> None:
+def test_the_choice_is_the_least_memory_within_the_target_else_the_fastest() -> None:
     none, small, middle = row("none", 1.0, 9), row("chunked", 1.5, 2), row("overlap", 1.04, 4)
     assert choose([none, small, middle], 1.05).candidate is middle
     assert choose([none, small, middle], 1.6).candidate is small
@@ -209,10 +230,77 @@ def test_the_choice_is_the_least_state_within_the_target_else_the_fastest() -> N
     assert "keep it there (none)" in tight.reason
 
 
+def planned(**changes: object) -> Setting:
+    return replace(whatif.setting(inputs(source="seed-8xh200")), **changes)  # type: ignore[arg-type]
+
+
 def test_a_faster_link_never_makes_a_candidate_slower() -> None:
-    fast = Links(52 * GIB, 52 * GIB, 77.6 * GIB)
-    pairs = zip(
-        candidates(QWEN, SEED_COMPUTE, SEED_LINKS, GIB), candidates(QWEN, SEED_COMPUTE, fast, GIB), strict=True
-    )
-    assert all(quick.simulated.step_s <= slow.simulated.step_s for slow, quick in pairs)
-    assert choose(candidates(QWEN, Compute(3, 3, 0.05), fast, GIB), 1.05).meets_target
+    fast, budgets = planned(links=Links(52 * GIB, 52 * GIB, 77.6 * GIB)), (0, 7 * GIB)
+
+    def rows(at: Setting) -> list[Candidate]:
+        others = [row for row in candidates(at, budgets) if row.arm.name != "stream"]
+        return others + [stream_at(at, budget, fastest=True) for budget in budgets]
+
+    pairs = zip(rows(planned()), rows(fast), strict=True)
+    assert all(quick.simulated.step_s <= slow.simulated.step_s * (1 + 1e-9) for slow, quick in pairs)
+    assert choose(candidates(replace(fast, compute=Compute(3, 3, 0.05)), budgets), 1.05).meets_target
+
+
+def test_a_larger_budget_is_never_slower_nor_smaller() -> None:
+    at, step = planned(), GIB
+    found = [stream_at(at, budget).simulated for budget in range(2 * GIB, 29 * GIB, step)]
+    largest = max(chunk.nbytes for chunk in QWEN.chunks)
+    for less, more in itertools.pairwise(found):
+        # Whole chunks pack into some budgets better than into others.
+        assert more.step_s <= less.step_s + 0.25 * largest / at.links.into
+        assert more.peak_bytes >= less.peak_bytes - largest
+    assert found[-1].step_s == pytest.approx(at.compute.total)
+    whole = stream_at(at, 30 * GIB)
+    assert (whole.simulated.step_s, whole.floor_s) == (pytest.approx(at.compute.total), 0)
+
+
+def test_the_least_budget_meets_the_limit_and_a_smaller_one_does_not() -> None:
+    at = planned()
+    limit = 1.05 * at.compute.total
+    least = least_stream(at, limit)
+    assert least is not None
+    assert least.simulated.step_s <= limit < stream_at(at, least.budget - GIB // 2).simulated.step_s
+    assert least_stream(at, 0.99 * at.compute.total) is None
+    roomy = least_stream(at, 2 * at.compute.total)
+    assert roomy is not None
+    assert roomy.budget == 0
+
+
+def test_budgets_are_given_or_a_few_shares_of_the_state(capsys: pytest.CaptureFixture[str]) -> None:
+    assert budgets_of(QWEN.nbytes) == [0, 4 * GIB, 7 * GIB, 14 * GIB, 21 * GIB]
+    assert budgets_of(6400) == [0, 800, 1600, 3200, 4800]
+    shown = lines(capsys, *SEED, "--state-budget", "12GiB", "--state-budget", "9GiB")
+    rows = [line.split("GiB")[-1].split() for line in shown if line.startswith(("chunked, ", "stream, "))]
+    assert {row[0] if row[0] != "chunked," else row[3] for row in rows} >= {"9.0", "12.0"}
+    assert any("--arm stream --state-budget 12GiB --staging 2GiB --at-loss" in line for line in shown)
+
+
+def test_simulated_peaks_are_those_that_were_measured() -> None:
+    records = read_records([NATIVE]).records
+    job = inputs(record=NATIVE, fsdp_copies="stock", readbacks="copy")
+    for record in records:
+        # The allocator's figure leaves out what the host has freed and a stream still reads: under overlap the
+        # gradients of chunks that step() has queued. The most is then when step() queues, not in the next forward.
+        most = 1.5 if record.spec.arm.name == "overlap" else 1.2
+        plan = ARMS[record.spec.arm.name].schedule(record.spec.arm)
+        found = whatif.setting(job).simulate(Policy.of(plan))
+        assert record.peak.steady_allocated_bytes is not None
+        assert -0.2 * GIB < found.peak_bytes - record.peak.steady_allocated_bytes < most * GIB, record.spec.arm
+
+
+def test_stock_copies_make_late_schedules_slower_and_no_others() -> None:
+    stock = whatif.setting(inputs(source="seed-8xh200", fsdp_copies="stock", readbacks="copy"))
+    kernel = planned()
+    for free, waiting in zip(candidates(kernel, (0,)), candidates(stock, (0,)), strict=True):
+        if free.arm.name in {"overlap", "stream"}:
+            assert waiting.simulated.waits.small > 0.5
+            # Two bulk copies are waited for, 256 to 384 MiB each: less than with whole chunks, which cost 0.5 s.
+            assert waiting.simulated.step_s > free.simulated.step_s + 0.3
+        else:
+            assert waiting.simulated.step_s == pytest.approx(free.simulated.step_s)
+    assert Footprint(parameters=1).most == 1

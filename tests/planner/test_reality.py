@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from offbench.planner.reality import CLOSE, QUEUE, UNBOUND, UNKNOWN, Compared, against
+from offbench.planner.ideal import policy_ideal
+from offbench.planner.reality import CLOSE, UNKNOWN, Compared, against, waiting
+from offbench.planner.sources import baseline, compute_of_records
+from offbench.planner.tasks import SmallCopies
 from offbench.record import RunRecord, read_records
 from offbench.seed import TABLE_A, TABLE_B, published
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
-NATIVE = read_records([RESULTS / "h200-rehearsal-native.jsonl"]).records
+NATIVE, EMULATED, COPIES = (
+    read_records([RESULTS / f"h200-rehearsal-{name}.jsonl"]).records
+    for name in ("native", "emulated-38.8", "fsdp-copies")
+)
 
 
 def compared(records: list[RunRecord]) -> list[Compared]:
@@ -20,37 +27,99 @@ def compared(records: list[RunRecord]) -> list[Compared]:
     return found
 
 
+def remote_s(row: Compared) -> float:
+    """What the reason says the row takes at the rates of remote buffers."""
+    assert row.reason is not None
+    found = re.search(r"at 0\.8 of them it takes ([\d.]+) s", row.reason)
+    assert found
+    return float(found[1])
+
+
 def test_published_rows_are_within_five_percent_or_have_a_reason() -> None:
     none, main, chunked, bounded, bound, overlap, overlap_bound, off = compared(list(published(TABLE_A)))
-    for row in (none, bound, off):
+    for row in (none, bound, off, overlap_bound):
         assert abs(row.error) <= CLOSE
         assert row.reason is None
-    for row in (main, chunked, bounded):  # slower than local buffers allow, by no more than remote ones explain
-        assert -0.12 < row.error < -CLOSE
-        assert row.reason == UNBOUND
-    assert overlap_bound.reason == QUEUE
-    assert overlap.reason == f"{QUEUE}; {UNBOUND}"
-    assert overlap.error < overlap_bound.error < -CLOSE
+    for row in (main, chunked, bounded, overlap):  # slower than local buffers allow, by what remote ones explain
+        assert -0.13 < row.error < -CLOSE
+        # main and chunked within 2 %; overlap is 3.5 % off: which of its small copies wait is not known.
+        assert remote_s(row) == pytest.approx(row.actual_s, rel=0.036)
 
 
-def test_published_rows_with_activation_offload_are_left_out_by_name() -> None:
-    found, skipped = against(list(published(TABLE_B)))
-    assert not found
-    assert all("copies of activations are not simulated" in line for line in skipped)
-    assert len(skipped) == 4
+def test_the_published_overlap_is_what_it_is_because_uploads_wait() -> None:
+    overlap = compared(list(published(TABLE_A)))[6]
+    assert overlap.simulated_s == pytest.approx(3.52, rel=0.01)
+    assert overlap.free_s == pytest.approx(3.01, rel=0.01)
 
 
-@pytest.mark.parametrize("arm", ["none", "main", "chunked"])
-def test_our_synchronous_rows_are_within_five_percent(arm: str) -> None:
-    rows = [row for row in against(NATIVE)[0] if row.name == arm]
-    assert rows
+def test_published_rows_with_activation_offload_as_well() -> None:
+    main, chunked, overlap, bound = compared(list(published(TABLE_B)))
+    assert abs(bound.error) <= CLOSE
+    for row in (main, chunked, overlap):
+        assert -0.16 < row.error < -CLOSE
+        assert remote_s(row) == pytest.approx(row.actual_s, rel=0.06)
+
+
+@pytest.mark.parametrize("records", [NATIVE, EMULATED, COPIES], ids=["native", "emulated", "fsdp copies"])
+def test_our_rows_are_within_five_percent(records: list[RunRecord]) -> None:
+    rows = compared(records)
+    assert len(rows) == len(records)
     assert all(abs(row.error) <= CLOSE and row.reason is None for row in rows)
+    assert all(abs(row.error) <= 0.025 for row in rows if not row.name.startswith("overlap"))
 
 
-def test_our_overlap_rows_are_slower_than_any_flat_rate_model() -> None:
-    rows = [row for row in against(NATIVE)[0] if row.name in {"overlap", "overlap (slots 2)", "overlap (slots 8)"}]
-    assert len(rows) >= 3
-    assert all(row.error < -CLOSE and row.reason == QUEUE for row in rows)
+def test_our_overlap_rows_need_the_small_copies_to_wait() -> None:
+    rows = [row for row in (*compared(NATIVE), *compared(EMULATED), *compared(COPIES)) if "overlap" in row.name]
+    assert [row.actual_s for row in rows] == pytest.approx([2.526, 3.329, 2.754, 2.495], abs=0.001)
+    # Whole chunks on a native link, pieces, and an emulated one: without the waits all are far too fast.
+    assert all(row.free_s < 0.88 * row.actual_s for row in rows)
+
+
+def test_which_small_copies_wait_is_read_from_the_record() -> None:
+    overlap = next(r for r in NATIVE if r.spec.arm.name == "overlap")
+    assert waiting(overlap) == SmallCopies(uploads=True, readbacks=True)
+    fixed = overlap.spec.arm.model_copy(update={"fsdp_copies": "kernel"})
+    quiet = overlap.spec.model_copy(update={"arm": fixed.model_copy(update={"readbacks": "kernel"})})
+    assert waiting(overlap.model_copy(update={"spec": quiet})) == SmallCopies()
+    silent = overlap.spec.workload.model_copy(update={"count_readback": False})
+    spec = overlap.spec.model_copy(update={"arm": fixed, "workload": silent})
+    assert waiting(overlap.model_copy(update={"spec": spec})) == SmallCopies()
+    slow = next(r for r in EMULATED if r.spec.arm.name == "overlap")
+    assert waiting(slow).repeat == slow.moved.copy_repeat == pytest.approx(2.0, abs=0.01)
+
+
+def test_a_policy_ideal_is_the_records_own_schedule_without_small_copies() -> None:
+    none, chunked, overlap, main, *_ = NATIVE
+    rows = baseline(NATIVE)
+    for record in (none, chunked, main):
+        ideal, own = policy_ideal(record, rows), policy_ideal(record)
+        assert record.step_s is not None
+        # Chunked's copies took 0.742 s: 77 GiB/s both ways, where its launch had probed 84.
+        close = 0.025 if record is chunked else 0.01
+        assert ideal == pytest.approx(record.step_s, rel=close)
+        assert own == pytest.approx(record.step_s, rel=close)
+    assert policy_ideal(overlap, rows) == pytest.approx(2.08, abs=0.01)
+    assert policy_ideal(overlap) is None  # its own forward holds the waits
+
+
+def test_a_policy_ideal_is_none_where_something_is_not_known() -> None:
+    none, chunked, *_ = NATIVE
+    empty = chunked.model_copy(update={"link": type(chunked.link)()})
+    assert policy_ideal(empty, [none]) is None
+    assert policy_ideal(none.model_copy(update={"link": empty.link})) == pytest.approx(none.step_s, rel=0.01)
+    assert policy_ideal(chunked.model_copy(update={"local_params": None})) is None
+    assert policy_ideal(chunked.model_copy(update={"phases_s": type(chunked.phases_s)()})) is None
+    assert policy_ideal(chunked.model_copy(update={"job": {"trainer": "mine"}}), [none]) is None
+
+
+def test_accumulated_forwards_but_the_first_count_as_backward() -> None:
+    none, *_ = NATIVE
+    twice = none.spec.workload.model_copy(update={"grad_accum": 2})
+    row = none.model_copy(update={"spec": none.spec.model_copy(update={"workload": twice})})
+    found, forward = compute_of_records([row]), none.phases_s.forward
+    assert forward is not None
+    assert found.forward == pytest.approx(forward / 2)
+    assert found.total == pytest.approx(compute_of_records([none]).total)
 
 
 def test_a_row_far_off_for_no_known_reason_says_so() -> None:

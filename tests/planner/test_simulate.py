@@ -12,7 +12,10 @@ from offbench.errors import UsageError
 from offbench.offload.chunks import plan_staging
 from offbench.offload.schedule import Schedule
 from offbench.planner.inputs import Compute, Layout, Links, equal_chunks, of_model, uniform
-from offbench.planner.simulate import Simulated, simulate
+from offbench.planner.policy import stream
+from offbench.planner.result import Simulated
+from offbench.planner.simulate import simulate
+from offbench.planner.tasks import SmallCopies
 from offbench.workload import presets
 
 GIB = 1 << 30
@@ -234,10 +237,42 @@ def test_copies_beside_a_long_forward_cost_nothing_but_the_first() -> None:
     assert found.waits.total < 2 * QWEN.chunks[0].nbytes / SEED_LINKS.into
 
 
+LATE_READER = replace(equal_chunks(8 * GIB, 8), last_chunk=(0, 7), shares=(0.5, 0.5))
+"""A unit that reads the first chunk, and one that reads all."""
+EAGER = schedule("overlap", slots=8, lead=8)
+
+
+@pytest.mark.parametrize(
+    ("small", "waits_s"),
+    [
+        # Up at 1 s: behind chunks 1 and 2, to 3 s; up again at 3.5 s: behind chunks 3 and 4, to 5 s.
+        (SmallCopies(uploads=True), 2 + 1.5),
+        # Each byte twice, so copies of 0.5 s: from 1 to 2 s, from 2.5 to 3.5 s.
+        (SmallCopies(uploads=True, repeat=2), 1 + 1),
+        # Every other byte twice: a chunk is a copy of 2/3 s and one of 1/3 s. From 1 to 2 s, from 2.5 to 3 s.
+        (SmallCopies(uploads=True, repeat=1.5), 1 + 0.5),
+    ],
+)
+def test_an_upload_waits_for_the_move_in_at_work_and_the_next_one(small: SmallCopies, waits_s: float) -> None:
+    # The last unit comes when all has moved in; in backward nothing moves in.
+    compute, links = Compute(2, 99, 0), Links(GIB, GIB, 2 * GIB)
+    found = simulate(EAGER, LATE_READER, compute, links, small_copies_wait=small)
+    assert found.waits.small == pytest.approx(waits_s)
+
+
+def test_a_read_back_waits_for_write_backs() -> None:
+    # Out is half as fast: chunk 0 goes from 1 to 3 s, chunk 1 to 5, ... Up at 1.5 s in the middle of the first unit,
+    # and, since the last one begins at 8 s, at 8.5: to the end of chunk 1 at 5 s, and of chunk 4 at 11 s.
+    compute, links = Compute(2, 99, 0), Links(GIB, GIB / 2, 1.5 * GIB)
+    found = simulate(EAGER, LATE_READER, compute, links, small_copies_wait=SmallCopies(readbacks=True))
+    assert found.waits.small == pytest.approx(3.5 + 2.5)
+
+
 def test_every_arm_of_a_deep_model_is_simulated_in_well_under_a_second() -> None:
     began = time.perf_counter()
     for arm in arms.ARMS:
         simulate(schedule(arm), QWEN, SEED, SEED_LINKS)
+    simulate(stream(14 * GIB), QWEN, SEED, SEED_LINKS, small_copies_wait=True)
     assert time.perf_counter() - began < 0.5
 
 

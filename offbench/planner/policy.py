@@ -1,0 +1,81 @@
+"""What the simulator is told beside the engine's Schedule: whether state is fetched during backward already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from offbench.offload.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Policy(Schedule):
+    """A Schedule, and prefetch, which no arm does. Without it it is that Schedule.
+
+    `staging_bytes` beside prefetch is the staged state allowed when backward ends, `write_back` backward leaves
+    everything that memory does not demand to the next backward, and `loss_bytes` is what the forward may leave.
+    """
+
+    prefetch: bool = False
+    """Move-in starts with backward, in forward order; step() queues all that is left."""
+
+    @staticmethod
+    def of(schedule: Schedule) -> Policy:
+        """The same schedule as a policy; fields that it lacks keep their defaults."""
+        return Policy(**{field.name: getattr(schedule, field.name) for field in fields(schedule)})
+
+
+def stream(
+    staging_bytes: int,
+    resident_bytes: int = 0,
+    *,
+    write_back: Literal["forward", "backward"] = "backward",
+    loss_bytes: int | None = None,
+    chunk_bytes: int = 1 << 30,
+) -> Policy:
+    """Arm stream as it could be: with prefetch in backward, everything queued by step()."""
+    return Policy(
+        "stream",
+        offloaded=True,
+        chunk_bytes=chunk_bytes,
+        resident_bytes=resident_bytes,
+        deferred=True,
+        prefetch=True,
+        staging_bytes=staging_bytes,
+        write_back=write_back,
+        loss_bytes=loss_bytes,
+    )
+
+
+def written_in_forward(policy: Policy, sizes: Sequence[int], gradients: float) -> tuple[int, int]:
+    """Leading chunks that are written back in forward already: those the loss's memory demands, and those without
+    which a later chunk would find no room (at least as many). Without prefetch `loss_bytes` caps the room itself.
+
+    sizes: bytes a chunk moves, 0 for resident ones; gradients: bytes a gradient has per byte of state.
+    """
+    if policy.staging_bytes is None or policy.write_back == "forward":
+        demanded = _first_with_rest(sizes, policy.loss_bytes)
+        return demanded, len(sizes)
+    demanded, most = _first_with_rest(sizes, policy.loss_bytes) if policy.prefetch else 0, 0.0
+    moved, cap = 0, math.inf if policy.prefetch or policy.loss_bytes is None else policy.loss_bytes
+    for size in sizes:
+        # The chunk before this one may still be updating: its gradient is there.
+        grown = policy.staging_bytes + gradients * max(0, moved - size)
+        most = max(most, moved + size - min(grown, max(cap, policy.staging_bytes)))
+        moved += size
+    pressed, out = 0, 0
+    while out < most and pressed < len(sizes):
+        out += sizes[pressed]
+        pressed += 1
+    return demanded, max(demanded, pressed)
+
+
+def _first_with_rest(sizes: Sequence[int], allowed: int | None) -> int:
+    """How many leading chunks must be gone for the others to take at most `allowed` bytes."""
+    left, gone = sum(sizes), 0
+    while allowed is not None and left > allowed:
+        left -= sizes[gone]
+        gone += 1
+    return gone
