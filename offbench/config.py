@@ -93,7 +93,8 @@ class ArmSpec(Frozen):
     staging_bytes: int | None = Field(default=None, ge=0)
     """stream: staging memory taken by step(), before gradient memory is taken over; null: four chunks."""
     loss_bytes: int | None = Field(default=None, ge=0)
-    """stream: most staging memory, gradients' included, held when the forward ends; null: all it gets."""
+    """stream: most staging memory, gradients' included, held when the forward ends; null: as much as raises no peak,
+    by the memory that the first forward and backward took."""
     lead: int | None = Field(default=None, ge=1)
     """Chunks queued by step() itself."""
     ahead: int | None = Field(default=None, ge=0)

@@ -21,7 +21,7 @@ ARM = Arm(
         chunk_bytes=spec.chunk_bytes or GIB,
         resident_bytes=spec.state_budget or 0,
         deferred=True,
-        lead=spec.lead or 8,
+        lead=spec.lead or 1,
         ahead=12 if spec.ahead is None else spec.ahead,
         write_back="backward",
         staging_bytes=STAGING_CHUNKS * (spec.chunk_bytes or GIB) if spec.staging_bytes is None else spec.staging_bytes,
@@ -33,7 +33,7 @@ ARM = Arm(
         "state_budget": 0,
         "staging_bytes": None,
         "loss_bytes": None,
-        "lead": 8,
+        "lead": 1,
         "ahead": 12,
     },
 )

@@ -191,13 +191,13 @@ class OffloadedAdamW(torch.optim.AdamW):
             if self.schedule.deferred:
                 for member in members:
                     member.parameter.grad = None
-        if counters:
-            torch._foreach_add_(counters, 1)
         if self._engine is not None:
             self._engine.step(works)
         else:
             for work in works:
                 work.update(Staged.whole(self._resident[work.chunk.index]))
+        if counters:  # no kernel reads these: the device's work is queued first
+            torch._foreach_add_(counters, 1)
 
     def _work(self, chunk: Chunk, members: list[Member], gradients: list[torch.Tensor], hypers: list[_Hyper]) -> Work:
         def update(state: Staged) -> None:
@@ -221,7 +221,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             fused=self.implementation == "fused",
             amsgrad=False,
             maximize=False,
-            **dataclasses.asdict(hyper),
+            **vars(hyper),
         )
 
     def drain(self) -> None:

@@ -83,12 +83,39 @@ class _Step:
     """Chunks whose reader came a second time, as the backward does: their gradients come next."""
 
 
+class _OwnMemory:
+    """The workload's own memory, seen in the first forward and backward, when nothing is staged yet.
+
+    At the end of the forward activations are there and gradients are not; at step() it is the other way round. The
+    workload's peak lies as far above the larger of the two, so staging may hold the difference without raising it.
+    """
+
+    def __init__(self) -> None:
+        self._readers: set[int] = set()
+        self._at_loss: int | None = None
+
+    def read(self, reader: int, allocated: int | None) -> None:
+        """A gather before the first step(); the first one by a reader that comes again opens the backward."""
+        if reader in self._readers and self._at_loss is None:
+            self._at_loss = allocated
+        self._readers.add(reader)
+
+    def left_at_loss(self, allocated: int | None) -> int | None:
+        """Bytes that may be staged when the forward ends; None when nobody counts memory. Call at the first step()."""
+        if self._at_loss is None or allocated is None:
+            return None
+        return max(0, allocated - self._at_loss)
+
+
 class FlowEngine(Engine):
     """One step can have work left, or memory to give back: the next step() first finishes it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._extents = Extents()
         self._step: _Step | None = None
+        self._own = _OwnMemory()
+        self._at_loss: int | None = None
+        """Most staging memory when the forward ends; None: no limit."""
         super().__init__(*args, **kwargs)
 
     def _plan(self) -> None:
@@ -97,14 +124,13 @@ class FlowEngine(Engine):
         self._largest = max((c.nbytes for c in moving), default=0)
         staging = max(self.schedule.staging_bytes or 0, LEAST_CHUNKS * self._largest)
         self._arena_bytes = min(staging, sum(c.nbytes for c in moving))
+        self._at_loss = self.schedule.loss_bytes
 
     @property
     def staging_bytes(self) -> int:
         """The arena and as much of the gradients' memory as may be taken over."""
         grown = self._arena_bytes + sum(chunk.nbytes for chunk in self.chunks) // 2
-        return (
-            grown if self.schedule.loss_bytes is None else min(grown, max(self._arena_bytes, self.schedule.loss_bytes))
-        )
+        return grown if self._at_loss is None else min(grown, max(self._arena_bytes, self._at_loss))
 
     def step(self, works: Sequence[Work]) -> None:
         """Queue one optimizer step: what fits into the arena starts to move in, the first `lead` chunks are updated,
@@ -113,6 +139,8 @@ class FlowEngine(Engine):
         if not works:
             return
         self.ledger.step += 1
+        if self._at_loss is None:
+            self._at_loss = self._own.left_at_loss(self._streams.allocated())
         self._add_arena()
         ready = self._streams.compute().record()
         moving = [work.chunk for work in works if work.chunk.index not in self._resident]
@@ -125,7 +153,9 @@ class FlowEngine(Engine):
         """Queue the updates of these chunks, and a few more until `ahead` are queued in front; a second read gives
         memory back to the backward."""
         step = self._step
-        if step is not None:
+        if step is None:
+            self._own.read(reader, self._streams.allocated())
+        else:
             needed = sum(1 for work in step.waiting if work.chunk.index <= max(chunks))
             ahead = sum(1 for work in step.waiting if work.chunk.index <= max(chunks) + self.schedule.ahead)
             self._queue(step, min(ahead, needed + BURST))
@@ -216,7 +246,6 @@ class FlowEngine(Engine):
 
     def _recycle(self, step: _Step, work: Work, updated: Event) -> None:
         """Gradient memory that nobody reads any more becomes staging memory, or returns to the allocator."""
-        allowed = self.schedule.loss_bytes
         for address in {gradient.untyped_storage().data_ptr() for gradient in work.gradients}:
             shared = step.gradients[address]
             shared.pending.discard(work.chunk.index)
@@ -224,16 +253,16 @@ class FlowEngine(Engine):
                 continue
             del step.gradients[address]
             memory = _sole_memory(shared.tensors)
-            if memory is None or not self._wanted(step, memory.numel(), allowed):
+            if memory is None or not self._wanted(step, memory.numel()):
                 self._streams.release(shared.tensors, used_by=[self._streams.side("update")])
                 continue
             step.grown_bytes += memory.numel()
             self._extents.add(memory, Why.GRADIENT_FREE, updated)
         work.gradients = []
 
-    def _wanted(self, step: _Step, nbytes: int, allowed: int | None) -> bool:
+    def _wanted(self, step: _Step, nbytes: int) -> bool:
         """Whether so much more memory may hold state when the forward ends, and some chunk still needs any."""
-        within = allowed is None or self._arena_bytes + step.grown_bytes + nbytes <= allowed
+        within = self._at_loss is None or self._arena_bytes + step.grown_bytes + nbytes <= self._at_loss
         return bool(step.to_move) and within and nbytes >= self.schedule.chunk_bytes // 8
 
     def _make_room(self, step: _Step) -> None:

@@ -45,7 +45,8 @@ class Schedule:
     staging_bytes: int | None = None
     """write_back backward: staging memory taken by step(), at least two chunks; None: as little as that."""
     loss_bytes: int | None = None
-    """write_back backward: most staging memory, gradients' included, held when the forward ends; None: all it gets."""
+    """write_back backward: most staging memory, gradients' included, held when the forward ends; None: as much as
+    raises no peak, by what the first forward and backward took, or all where memory is not counted."""
 
     def __post_init__(self) -> None:
         if self.deferred and not self.copy_streams:

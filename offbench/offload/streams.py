@@ -95,6 +95,9 @@ class Streams(Protocol):
     def access(self, tensor: torch.Tensor) -> Access:
         """The bytes of a contiguous tensor, as `Stream.run` wants them named."""
 
+    def allocated(self) -> int | None:
+        """Bytes of live tensors on the device; None where nobody counts them."""
+
 
 class DeviceEvent:
     """An event of the device, with timing so that copies can be placed on the step's time line."""
@@ -182,6 +185,10 @@ class DeviceStreams:
             assert isinstance(stream, DeviceStream)
             for tensor in tensors:
                 stream.keep(tensor)
+
+    def allocated(self) -> int | None:
+        """What the caching allocator has handed out."""
+        return None if self.device.type == "cpu" else int(self._module.memory_allocated(self.device))
 
     def access(self, tensor: torch.Tensor) -> Access:
         """Nothing looks at accesses here: the device orders by events alone."""

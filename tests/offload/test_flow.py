@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -158,3 +159,34 @@ def test_staging_grows_into_gradients_and_the_backward_gets_them_back(loss_bytes
         else:
             assert peak == arena
         assert seen[-1] == 0, "everything is given back before the backward ends"
+
+
+class Counted(DeviceStreams):
+    """A device whose allocator counts: what the test says, one call after the other."""
+
+    def __init__(self, allocated: list[int]) -> None:
+        super().__init__(CPU)
+        self._counts = iter(allocated)
+
+    def allocated(self) -> int | None:
+        return next(self._counts)
+
+
+@pytest.mark.parametrize(("at_step", "allowed"), [(9000, 3000), (5000, 0)])
+def test_staging_at_the_loss_is_what_gradients_take_beyond_activations(at_step: int, allowed: int) -> None:
+    own = [1000] * 8 + [6000] + [6500] * 7  # eight chunks are gathered in the forward, then again in the backward
+    found = []
+
+    def watch(engine) -> None:
+        step = engine.step
+
+        def spy(works):
+            step(works)
+            found.append((engine._at_loss, engine.staging_peak, engine._arena_bytes))
+
+        engine.step = spy
+
+    trainer.run(dataclasses.replace(stream(), chunk_bytes=1), Counted([*own, at_step]), watch)
+    assert {at_loss for at_loss, *_ in found} == {allowed}, "measured once"
+    for _, peak, arena in found:
+        assert peak <= max(arena, allowed)
