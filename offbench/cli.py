@@ -167,7 +167,7 @@ def run(
 ) -> None:
     """Launch arms under torchrun, measure them, and append one record per launch."""
     from offbench.commands import RunFlags, run_command
-    from offbench.resolve import Options
+    from offbench.options import Options
 
     options = Options(
         arm=tuple(arm or ()),

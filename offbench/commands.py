@@ -19,9 +19,11 @@ from offbench.estimate import cautions, estimate, shortfalls
 from offbench.hardware import Hardware, detect
 from offbench.launcher import Launcher
 from offbench.naming import arm_name
+from offbench.options import Options
 from offbench.progress import choose_display
-from offbench.record import ResultsFile, RunRecord, read_records
-from offbench.resolve import Options, Resolved, resolve
+from offbench.record import RunRecord
+from offbench.resolve import Resolved, resolve
+from offbench.results_file import ResultsFile, read_records
 from offbench.runner import Planned, Runner, interleave, run_root, without_done
 from offbench.units import gib
 from offbench.verdict import verdicts

@@ -1,4 +1,4 @@
-"""One launch, one record, one JSON line; appended as soon as the launch ends, read tolerantly.
+"""One launch, one record: the schema. `offbench.results_file` keeps records as JSON lines.
 
 A record says what ran (`spec`), on what (`mode`, `env`), how it ended (`status`) and what was measured.
 A figure that was not measured is null, never zero. Sizes are bytes, times are seconds. No torch here.
@@ -6,17 +6,11 @@ A figure that was not measured is null, never zero. Sizes are bytes, times are s
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from offbench.config import RunSpec
-from offbench.errors import RecordError
 
 SCHEMA = 1
 
@@ -248,82 +242,3 @@ class RunRecord(Row):
     failure: Failure | None = None
     env: dict[str, Any] = Field(default_factory=dict)
     """Versions, hardware, clocks, limits and variables; see `offbench.environment`."""
-
-
-@dataclass(frozen=True)
-class ReadResult:
-    """Records of a file and a line for each part that could not be read."""
-
-    records: list[RunRecord]
-    problems: list[str]
-
-
-class ResultsFile:
-    """A JSONL file opened for append before the first launch; each append is locked and synced to disk.
-
-    Raises RecordError when the path cannot be created or written.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError as error:
-            raise RecordError(f"cannot write results to {path}: {error.strerror}; choose another --results") from error
-
-    def append(self, record: RunRecord) -> None:
-        """Write one line and wait until it is on disk. A torn last line of a killed writer is closed first."""
-        line = record.model_dump_json() + "\n"
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        try:
-            size = os.fstat(self._fd).st_size
-            if size and os.pread(self._fd, 1, size - 1) != b"\n":
-                line = "\n" + line
-            data = line.encode()
-            while data:
-                data = data[os.write(self._fd, data) :]
-            os.fsync(self._fd)
-        except OSError as error:
-            raise RecordError(f"cannot append to {self.path}: {error.strerror}; the record was: {line}") from error
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        """Close the file; append must not be called afterwards."""
-        os.close(self._fd)
-
-
-def read_records(paths: Iterable[Path]) -> ReadResult:
-    """Read every record of the files, keep order, name what could not be read.
-
-    Raises RecordError when a file does not exist or cannot be opened.
-    """
-    records: list[RunRecord] = []
-    problems: list[str] = []
-    for path in paths:
-        for number, line in _lines(path):
-            try:
-                record = RunRecord.model_validate_json(line)
-            except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(str(part) for part in first["loc"]) or "line"
-                problems.append(f"{path}:{number}: {where}: {first['msg']}")
-                continue
-            if record.schema_version > SCHEMA:
-                problems.append(
-                    f"{path}:{number}: schema {record.schema_version} is newer than {SCHEMA}; upgrade offbench"
-                )
-                continue
-            records.append(record)
-    return ReadResult(records, problems)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise RecordError(f"cannot read {path}: {error.strerror}") from error
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON may hold U+2028 as it is
-        if line.strip():
-            yield number, line

@@ -12,8 +12,9 @@ from rich.console import Console
 from offbench.compare import compare
 from offbench.errors import UsageError
 from offbench.floor import of_launch
-from offbench.record import RunRecord, read_records
+from offbench.record import RunRecord
 from offbench.render import to_csv, to_json, to_markdown, to_table
+from offbench.results_file import read_records
 from offbench.topo import cache as topo_cache
 
 FORMATS = ("table", "md", "csv", "json")

@@ -22,7 +22,8 @@ from offbench.launcher import Launcher
 from offbench.naming import arm_name
 from offbench.outcome import Outcome, classify
 from offbench.progress import Display, show_seconds
-from offbench.record import ResultsFile, RunRecord
+from offbench.record import RunRecord
+from offbench.results_file import ResultsFile
 from offbench.units import gib
 
 

@@ -40,7 +40,8 @@ from offbench.config import ArmSpec, Mode, RunSpec, Window
 from offbench.device import Device
 from offbench.measure import PhaseName, RankResult, StepRecorder, Traffic, first_non_finite, gather, window_valid
 from offbench.offload.adamw import OffloadedAdamW
-from offbench.record import Host, Moved, ResultsFile, RunRecord, StateAt
+from offbench.record import Host, Moved, RunRecord, StateAt
+from offbench.results_file import ResultsFile
 from offbench.traffic import TrafficLog
 
 JobValue = str | int | float | bool | None

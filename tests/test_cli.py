@@ -10,7 +10,7 @@ import pytest
 
 from offbench import cli, commands, fake
 from offbench.fake import FakeLauncher, Outcome
-from offbench.record import read_records
+from offbench.results_file import read_records
 from tests.hosts import host
 
 ROOT = Path(__file__).parent.parent

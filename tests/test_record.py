@@ -9,7 +9,8 @@ import pytest
 from offbench import seed
 from offbench.config import RunSpec
 from offbench.errors import RecordError
-from offbench.record import SCHEMA, ResultsFile, RunRecord, read_records
+from offbench.record import SCHEMA, RunRecord
+from offbench.results_file import ResultsFile, read_records
 
 RESULTS = Path(__file__).parent.parent / "results"
 

@@ -14,9 +14,10 @@ from offbench.compare import Group, Row, compare
 from offbench.config import GIB, Mode, RunSpec, Workload
 from offbench.errors import UsageError
 from offbench.naming import arm_name, describe
-from offbench.record import RunRecord, read_records
+from offbench.record import RunRecord
 from offbench.render import cells, figures, headers, to_csv, to_json, to_markdown, to_table
 from offbench.report import report
+from offbench.results_file import read_records
 from offbench.verdict import verdicts
 
 RESULTS = Path(__file__).parent.parent / "results"

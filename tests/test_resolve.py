@@ -5,7 +5,8 @@ import pytest
 from offbench.config import GIB, MIB
 from offbench.errors import UsageError
 from offbench.hardware import Hardware
-from offbench.resolve import Options, resolve
+from offbench.options import Options
+from offbench.resolve import resolve
 from offbench.units import gib, parse_rate, parse_size, show_size
 from tests.hosts import host
 

@@ -14,7 +14,8 @@ from offbench.config import Mode, RunSpec, Workload
 from offbench.fake import FakeLauncher, Outcome
 from offbench.launcher import Exit
 from offbench.progress import Pace, PlainDisplay, Progress, ProgressTail, TerminalDisplay, describe, show_seconds
-from offbench.record import ResultsFile, RunRecord, read_records
+from offbench.record import RunRecord
+from offbench.results_file import ResultsFile, read_records
 from offbench.runner import Planned, Runner, RunReport, interleave, without_done
 from tests.hosts import host
 

@@ -9,8 +9,8 @@ import torch
 
 from offbench.compare import compare
 from offbench.errors import RecordError
-from offbench.record import read_records
 from offbench.render import to_csv, to_markdown
+from offbench.results_file import read_records
 from offbench.trainer_recorder import TrainerRecorder
 from tests.offload import sharded
 from tests.ranks import on_ranks

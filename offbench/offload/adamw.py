@@ -6,7 +6,6 @@ ordinary AdamW; the engine stages them on the device chunk by chunk, in the orde
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from offbench.offload.deferral import deferrable
 from offbench.offload.engine import Engine, Work
 from offbench.offload.flow import FlowEngine
 from offbench.offload.hoststore import HostStore
+from offbench.offload.hyper import Hyper, capture, refuse
 from offbench.offload.layout import Member, apart, local_of, placed_like
 from offbench.offload.ring import RingEngine
 from offbench.offload.schedule import Schedule
@@ -32,19 +32,6 @@ from offbench.offload.state import load_groups, load_moments
 from offbench.offload.streams import DeviceStreams, Streams
 
 Implementation = Literal["fused", "foreach"]
-
-_REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Hyper:
-    """A param group's values as step() found them."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
 
 
 class OffloadedAdamW(torch.optim.AdamW):
@@ -80,7 +67,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             params, lr, betas, eps, weight_decay, fused=implementation == "fused", foreach=implementation == "foreach"
         )
         for group in self.param_groups:
-            _refuse(group)
+            refuse(group)
         trained = self._without_state(lambda p: p.requires_grad)
         if not trained:
             raise OffbenchError("no parameter requires a gradient: there is no optimizer state to keep")
@@ -178,7 +165,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             raise OffbenchError("step() inside settled(): the code in there relies on parameters that do not change")
         if late := self._without_state(lambda p: p.grad is not None):  # frozen until now
             self._lay_out(late)
-        hypers = [_capture(group) for group in self.param_groups]
+        hypers = [capture(group) for group in self.param_groups]
         works = []
         counters = []
         for chunk in self.chunks:
@@ -199,7 +186,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         if counters:  # no kernel reads these: the device's work is queued first
             torch._foreach_add_(counters, 1)
 
-    def _work(self, chunk: Chunk, members: list[Member], gradients: list[torch.Tensor], hypers: list[_Hyper]) -> Work:
+    def _work(self, chunk: Chunk, members: list[Member], gradients: list[torch.Tensor], hypers: list[Hyper]) -> Work:
         def update(state: Staged) -> None:
             for group in sorted({member.group for member in members}):
                 chosen = [(m, g) for m, g in zip(members, gradients, strict=True) if m.group == group]
@@ -208,7 +195,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         return Work(chunk, update, gradients, [member.local for member in members])
 
     @torch.no_grad()
-    def _adamw(self, members: list[Member], gradients: list[torch.Tensor], state: Staged, hyper: _Hyper) -> None:
+    def _adamw(self, members: list[Member], gradients: list[torch.Tensor], state: Staged, hyper: Hyper) -> None:
         moments = [member.views(state) for member in members]
         adamw(
             [member.local for member in members],
@@ -282,7 +269,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         """As torch's; the new parameters' state comes behind what is there."""
         super().add_param_group(param_group)
         if hasattr(self, "_members"):  # not while torch's constructor adds the first groups
-            _refuse(self.param_groups[-1])
+            refuse(self.param_groups[-1])
             self.drain()
             if new := self._without_state(lambda p: p.requires_grad):
                 self._lay_out(new)
@@ -300,7 +287,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         self.drain()
         load_groups(self.param_groups, state_dict["param_groups"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            _refuse(group)
+            refuse(group)
             for parameter, key in zip(group["params"], saved["params"], strict=True):
                 if key in state_dict["state"] and parameter not in self.state:  # frozen here, trained there
                     self._lay_out(self._without_state(lambda p, wanted=parameter: p is wanted))  # type: ignore[misc]
@@ -314,17 +301,3 @@ class OffloadedAdamW(torch.optim.AdamW):
 def _end(engine: Engine, guard: fsdp.ReadGuard) -> None:
     engine.drain()
     guard.restore()
-
-
-def _capture(group: dict[str, Any]) -> _Hyper:
-    lr = group["lr"]
-    if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
-        raise OffbenchError("lr is a tensor on the device: reading it would stop the host every step; pass a float")
-    beta1, beta2 = group["betas"]
-    return _Hyper(float(lr), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]))
-
-
-def _refuse(group: dict[str, Any]) -> None:
-    for option in _REFUSED:
-        if group.get(option):
-            raise OffbenchError(f"OffloadedAdamW does not support {option}=True")

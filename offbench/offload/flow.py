@@ -31,11 +31,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from offbench.offload.chunks import Chunk
 from offbench.offload.engine import Engine, Work
 from offbench.offload.extents import Extent, Extents, Range
+from offbench.offload.gradients import GradientMemory, by_memory, sole_memory
+from offbench.offload.headroom import Headroom
 from offbench.offload.staged import Staged, segments
 from offbench.offload.streams import Event, Why
 
@@ -48,15 +48,6 @@ LEAST_CHUNKS = 2
 
 
 @dataclass
-class _Gradient:
-    """Memory that the gradients of some works share."""
-
-    tensors: list[torch.Tensor]
-    pending: set[int]
-    """Chunks whose update still reads it."""
-
-
-@dataclass
 class _Step:
     """What one optimizer step still owes, and the memory it holds."""
 
@@ -66,7 +57,7 @@ class _Step:
     """Not moving in yet."""
     ready: Event
     """Passed when compute has clipped the gradients."""
-    gradients: dict[int, _Gradient]
+    gradients: dict[int, GradientMemory]
     """By address of their memory."""
     moved: dict[int, tuple[list[Range], Event]] = field(default_factory=dict)
     """Chunks moving in ahead of their update: where, and the event behind it."""
@@ -83,37 +74,13 @@ class _Step:
     """Chunks whose reader came a second time, as the backward does: their gradients come next."""
 
 
-class _OwnMemory:
-    """The workload's own memory, seen in the first forward and backward, when nothing is staged yet.
-
-    At the end of the forward activations are there and gradients are not; at step() it is the other way round. The
-    workload's peak lies as far above the larger of the two, so staging may hold the difference without raising it.
-    """
-
-    def __init__(self) -> None:
-        self._readers: set[int] = set()
-        self._at_loss: int | None = None
-
-    def read(self, reader: int, allocated: int | None) -> None:
-        """A gather before the first step(); the first one by a reader that comes again opens the backward."""
-        if reader in self._readers and self._at_loss is None:
-            self._at_loss = allocated
-        self._readers.add(reader)
-
-    def left_at_loss(self, allocated: int | None) -> int | None:
-        """Bytes that may be staged when the forward ends; None when nobody counts memory. Call at the first step()."""
-        if self._at_loss is None or allocated is None:
-            return None
-        return max(0, allocated - self._at_loss)
-
-
 class FlowEngine(Engine):
     """One step can have work left, or memory to give back: the next step() first finishes it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._extents = Extents()
         self._step: _Step | None = None
-        self._own = _OwnMemory()
+        self._headroom = Headroom()
         self._at_loss: int | None = None
         """Most staging memory when the forward ends; None: no limit."""
         super().__init__(*args, **kwargs)
@@ -140,11 +107,11 @@ class FlowEngine(Engine):
             return
         self.ledger.step += 1
         if self._at_loss is None:
-            self._at_loss = self._own.left_at_loss(self._streams.allocated())
+            self._at_loss = self._headroom.left_at_loss(self._streams.allocated())
         self._add_arena()
         ready = self._streams.compute().record()
         moving = [work.chunk for work in works if work.chunk.index not in self._resident]
-        self._step = _Step(deque(works), deque(moving), ready, _by_memory(works))
+        self._step = _Step(deque(works), deque(moving), ready, by_memory(works))
         self._streams.side("update").wait(ready, Why.GRADIENTS_READY)
         self._move_ahead(self._step)
         self._queue(self._step, min(self.schedule.lead, len(works)))
@@ -154,7 +121,7 @@ class FlowEngine(Engine):
         memory back to the backward."""
         step = self._step
         if step is None:
-            self._own.read(reader, self._streams.allocated())
+            self._headroom.read(reader, self._streams.allocated())
         else:
             needed = sum(1 for work in step.waiting if work.chunk.index <= max(chunks))
             ahead = sum(1 for work in step.waiting if work.chunk.index <= max(chunks) + self.schedule.ahead)
@@ -252,7 +219,7 @@ class FlowEngine(Engine):
             if shared.pending:
                 continue
             del step.gradients[address]
-            memory = _sole_memory(shared.tensors)
+            memory = sole_memory(shared.tensors)
             if memory is None or not self._wanted(step, memory.numel()):
                 self._streams.release(shared.tensors, used_by=[self._streams.side("update")])
                 continue
@@ -278,26 +245,3 @@ class FlowEngine(Engine):
             compute.wait(event, Why.WRITTEN_BACK)
         self.ledger.held(extent.nbytes, extent.begin, compute.record())
         self._streams.release([extent.memory], used_by=())
-
-
-def _by_memory(works: Sequence[Work]) -> dict[int, _Gradient]:
-    found: dict[int, _Gradient] = {}
-    for work in works:
-        for gradient in work.gradients:
-            shared = found.setdefault(gradient.untyped_storage().data_ptr(), _Gradient([], set()))
-            shared.tensors.append(gradient)
-            shared.pending.add(work.chunk.index)
-    return found
-
-
-def _sole_memory(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """All bytes of the memory behind these gradients (uint8), if nothing else refers to it.
-
-    FSDP2 reduces a parameter group into one buffer of which all its gradients are views.
-    """
-    storage = gradients[0].untyped_storage()
-    bases = {id(gradient._base) for gradient in gradients if gradient._base is not None}
-    ours = len({id(gradient) for gradient in gradients}) + len(bases) + 1  # and `storage`
-    if torch._C._storage_Use_Count(storage._cdata) != ours:
-        return None
-    return torch.empty(0, dtype=torch.uint8, device=gradients[0].device).set_(storage)

@@ -9,7 +9,7 @@ from offbench.planner.choose import budgets_of, candidates, choose, least_stream
 from offbench.planner.gather import PlanOptions, gather
 from offbench.planner.reality import against
 from offbench.planner.text import plan_lines, reality_lines, what_if_lines
-from offbench.record import read_records
+from offbench.results_file import read_records
 from offbench.topo import cache as topo_cache
 from offbench.topology.detect import detect
 from offbench.topology.model import Machine

@@ -13,7 +13,8 @@ from offbench.planner import sources
 from offbench.planner.footprint import footprint
 from offbench.planner.inputs import FP32, Compute, Footprint, Layout, Links, local_numel, of_model, uniform
 from offbench.planner.tasks import SmallCopies
-from offbench.record import RunRecord, read_records
+from offbench.record import RunRecord
+from offbench.results_file import read_records
 from offbench.topology.imports import load_machine
 from offbench.topology.model import Machine
 from offbench.units import GIB, count, gib, parse_rate, parse_size

@@ -29,7 +29,7 @@ from offbench.planner.inputs import Compute, Footprint, Links
 from offbench.planner.policy import Policy
 from offbench.planner.result import Simulated, Waits
 from offbench.planner.sources import SEED_LINKS, links_of_machine
-from offbench.record import read_records
+from offbench.results_file import read_records
 from offbench.topology.imports import load_machine
 from offbench.topology.model import Machine, Source
 from tests.planner.test_simulate import QWEN

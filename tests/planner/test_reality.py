@@ -11,7 +11,8 @@ from offbench.planner.ideal import policy_ideal
 from offbench.planner.reality import CLOSE, UNKNOWN, Compared, against, waiting
 from offbench.planner.sources import baseline, compute_of_records
 from offbench.planner.tasks import SmallCopies
-from offbench.record import RunRecord, read_records
+from offbench.record import RunRecord
+from offbench.results_file import read_records
 from offbench.seed import TABLE_A, TABLE_B, published
 
 RESULTS = Path(__file__).parent.parent.parent / "results"

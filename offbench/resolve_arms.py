@@ -1,0 +1,84 @@
+"""The arms of a round from the options of the command line. No torch here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offbench import arms, seed
+from offbench.config import ArmSpec
+from offbench.errors import UsageError
+from offbench.options import Options, build, one_of
+from offbench.units import parse_size
+from offbench.workload.presets import ModelShape
+
+
+def arms_of(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
+    """(arm, activation offload) of every launch of a round."""
+    knobs: dict[str, Any] = {
+        "state_budget": None if options.state_budget is None else parse_size("--state-budget", options.state_budget),
+        "pieces": options.pieces,
+        "slots": options.slots,
+        "staging_bytes": None if options.staging is None else parse_size("--staging", options.staging),
+        "loss_bytes": None if options.at_loss is None else parse_size("--at-loss", options.at_loss),
+        "lead": options.lead,
+        "ahead": options.ahead,
+        "first_step": options.first_step,
+    }
+    chunk = None if options.chunk is None else parse_size("--chunk", options.chunk)
+    if chunk is not None and chunk < 4096:
+        raise UsageError(f"--chunk {options.chunk}: the smallest chunk is 4KiB")
+    one_of("--fsdp-copies", options.fsdp_copies, ("stock", "kernel"))
+    one_of("--readbacks", options.readbacks, ("copy", "kernel"))
+    one_of("--first-step", options.first_step or "bounded", ("bounded", "whole"))
+    if options.table is not None:
+        return _table(options, chunk or shape.chunk_bytes)
+    found = [arms.find(name) for name in options.arm or arms.DEFAULT_ARMS]
+    for key, value in (("chunk_bytes", chunk), *knobs.items()):
+        if value is not None and not any(key in arm.defaults for arm, _ in found):
+            flag = _FLAGS.get(key, "--" + key.removesuffix("_bytes").replace("_", "-"))
+            raise UsageError(f"{flag}: no chosen arm uses it ({', '.join(arm.name for arm, _ in found)})")
+    specs = [
+        build(
+            arm.resolve,
+            numa=numa or options.numa,
+            fsdp_copies=options.fsdp_copies,
+            readbacks=options.readbacks,
+            chunk_bytes=chunk or shape.chunk_bytes,
+            **knobs,
+        )
+        for arm, numa in found
+    ]
+    if not options.arm:
+        specs = list(dict.fromkeys(specs))  # --numa makes two of the default arms equal
+    return [(spec, options.activation_offload) for spec in specs]
+
+
+_FLAGS = {"loss_bytes": "--at-loss"}
+
+
+def _table(options: Options, chunk: int) -> list[tuple[ArmSpec, bool]]:
+    if options.table != "seed":
+        raise UsageError(f"unknown table {options.table}: there is seed")
+    fixed = {
+        "--arm": options.arm,
+        "--numa": options.numa,
+        "--activation-offload": options.activation_offload,
+        "--first-step": options.first_step,
+        "--state-budget": options.state_budget,
+        "--pieces": options.pieces,
+        "--slots": options.slots,
+        "--staging": options.staging,
+        "--at-loss": options.at_loss,
+        "--lead": options.lead,
+        "--ahead": options.ahead,
+    }
+    given = [flag for flag, value in fixed.items() if value]
+    if given:
+        raise UsageError(f"--table seed: its rows fix {given[0]}; leave it out")
+    return [
+        (
+            arms.ARMS[row.arm].resolve(numa=row.numa, chunk_bytes=chunk, first_step=row.first_step, pieces=1),
+            row.activation_offload,
+        )
+        for row in seed.cases()
+    ]
