@@ -164,6 +164,9 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Skip launches that the results file already has.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the specs and commands; start nothing.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds one launch may take.")] = 1800,
+    profile: Annotated[
+        Path | None, typer.Option(help="Profile a few more steps after the window; traces go into this folder.")
+    ] = None,
 ) -> None:
     """Launch arms under torchrun, measure them, and append one record per launch."""
     from offbench.commands import RunFlags, run_command
@@ -208,7 +211,9 @@ def run(
         steps=steps,
         broadcast_every=broadcast_every,
     )
-    flags = RunFlags(launches=launches, results=results, resume=resume, dry_run=dry_run, timeout_s=timeout)
+    flags = RunFlags(
+        launches=launches, results=results, resume=resume, dry_run=dry_run, timeout_s=timeout, profile=profile
+    )
     raise typer.Exit(run_command(options, flags, make_launcher()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shlex
@@ -40,6 +41,8 @@ class RunFlags:
     resume: bool
     dry_run: bool
     timeout_s: float
+    profile: Path | None = None
+    """Folder for traces."""
 
 
 def run_command(options: Options, flags: RunFlags, launcher: Launcher) -> int:
@@ -65,6 +68,7 @@ def run_command(options: Options, flags: RunFlags, launcher: Launcher) -> int:
     if len(todo) < len(plan):
         display.say(f"resumed: {len(plan) - len(todo)} of {len(plan)} launches are in {path}")
     results = ResultsFile(path)
+    launcher.profile = flags.profile and writable_folder("--profile", flags.profile)
     try:
         report = Runner(launcher, results, display, hardware, env, flags.timeout_s).run(todo)
     finally:
@@ -100,6 +104,17 @@ def default_results() -> Path:
     """results/local/<date>-<host>.jsonl under the current folder."""
     host = re.sub(r"[^A-Za-z0-9-]+", "-", platform.node()).strip("-") or "host"
     return Path("results") / "local" / f"{date.today().isoformat()}-{host}.jsonl"
+
+
+def writable_folder(flag: str, path: Path) -> Path:
+    """The folder, made if need be. Raises UsageError when nothing can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}; choose another folder") from error
+    if not os.access(path, os.W_OK):
+        raise UsageError(f"{flag} {path}: not writable; choose another folder")
+    return path
 
 
 def read_past(path: Path) -> list[RunRecord]:

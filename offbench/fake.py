@@ -25,6 +25,7 @@ class FakeLauncher:
     def __init__(self, outcomes: Mapping[str, Outcome | list[Outcome]] | None = None) -> None:
         self.outcomes = dict(outcomes or {})
         self.launched: list[RunSpec] = []
+        self.profile: Path | None = None
 
     def command(self, spec: RunSpec, folder: Path) -> list[str]:
         return ["fake", spec.arm.name, str(folder)]

@@ -49,6 +49,9 @@ class Exit:
 class Launcher(Protocol):
     """Runs one spec in a folder. The worker's files in that folder are the result."""
 
+    profile: Path | None
+    """Folder for traces of a few steps after the window; None: no profiling."""
+
     def command(self, spec: RunSpec, folder: Path) -> list[str]:
         """The command line that `launch` runs."""
 
@@ -62,6 +65,7 @@ class TorchrunLauncher:
     def __init__(self, worker: str = "offbench.worker", env: Mapping[str, str] | None = None) -> None:
         self.worker = worker
         self.env = dict(os.environ if env is None else env)
+        self.profile: Path | None = None
 
     def command(self, spec: RunSpec, folder: Path) -> list[str]:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -75,7 +79,7 @@ class TorchrunLauncher:
         with (folder / "torchrun.log").open("wb") as log:
             process = subprocess.Popen(
                 self.command(spec, folder),
-                env=launch_env(spec, folder, self.env),
+                env=launch_env(spec, folder, self.env, self.profile),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -91,9 +95,10 @@ class TorchrunLauncher:
                 end_all(process, folder)
 
 
-def launch_env(spec: RunSpec, folder: Path, base: Mapping[str, str]) -> dict[str, str]:
+def launch_env(spec: RunSpec, folder: Path, base: Mapping[str, str], profile: Path | None = None) -> dict[str, str]:
     """The launch's environment. OMP_NUM_THREADS is always set, because torchrun sets it for some rank counts only."""
     env = {**base, "OFFBENCH_SPEC": str(folder / "spec.json"), "OFFBENCH_OUT": str(folder)}
+    env["OFFBENCH_PROFILE"] = str(profile.absolute()) if profile is not None else ""
     share = max(1, len(os.sched_getaffinity(0)) // spec.mode.nproc)
     env.setdefault("OMP_NUM_THREADS", str(min(8, share)))
     if spec.mode.device == "cuda":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from offbench import arms, bandwidth, environment
+from offbench import arms, bandwidth, environment, profiler
 from offbench.config import GIB, RunSpec
 from offbench.device import Device
 from offbench.estimate import estimate
@@ -76,6 +76,7 @@ def _run(
     recorder.close(optimizer.drain)
     progress.enter("gather")
     report = describe(spec, job, optimizer, recorder, log, replica, copy_repeat)
+    report.trace = trace(job, optimizer, spec, device, out)
     report.pages = where.close(pinned_ranges(job, optimizer))
     report.host.numa = report.pages.numa
     report.link = link
@@ -188,6 +189,23 @@ def train(
         seconds = recorder.finished_step_s()
         done, of = (step + 1, recorder.warmup) if phase == "warmup" else (step + 1 - recorder.warmup, recorder.steps)
         progress.enter(phase, done, of, job.spec.tokens_per_step / seconds if seconds else None)
+
+
+def trace(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device, out: Path) -> str | None:
+    """With --profile, a few more steps under the profiler; the trace's file name."""
+    folder = os.environ.get("OFFBENCH_PROFILE")
+    if not folder:
+        return None
+    path = Path(folder) / f"{spec.arm.name}-{out.name}-rank{job.rank}.json.gz"
+    recorder = StepRecorder(device, 1, profiler.STEPS, spec.arm.readbacks)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    def step(number: int) -> None:
+        train_step(job, optimizer, scheduler, recorder, None, number)
+
+    profiler.profile(step, spec.window.warmup + spec.window.steps, path, device.torch_device)
+    optimizer.drain()
+    return path.name
 
 
 def job_bus_id(env: dict[str, Any]) -> str | None:

@@ -70,6 +70,8 @@ class RankReport:
     broadcast: Broadcast | None = None
     stale: list[str] = field(default_factory=list)
     """Parameters whose replica is not the trainer's; on rank 0."""
+    trace: str | None = None
+    """Name of this rank's trace file."""
     env: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -227,6 +229,7 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "chunks": first.chunks,
         "expert_tokens_max_over_mean": largest([r.expert_load for r in reports]),
         "checks": checks,
+        "traces": [r.trace for r in reports if r.trace is not None],
         "warnings": sorted({warning for r in reports for warning in r.warnings}),
         "env": first.env | {"machine": topo_cache.identity(machine) if machine is not None else None},
     }

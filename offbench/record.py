@@ -238,6 +238,8 @@ class RunRecord(Row):
     expert_tokens_max_over_mean: float | None = None
     checks: dict[str, str] = Field(default_factory=dict)
     """Self-checks of the launch: name -> `ok` or what was seen."""
+    traces: list[str] = Field(default_factory=list)
+    """File names of the traces that --profile took, one for each rank of this host."""
     warnings: list[str] = Field(default_factory=list)
     failure: Failure | None = None
     env: dict[str, Any] = Field(default_factory=dict)

@@ -177,6 +177,19 @@ def test_table_seed_runs_both_tables(launcher: FakeLauncher) -> None:
     assert len(launcher.launched) == 12
 
 
+def test_profile_goes_to_a_folder_that_is_checked_first(
+    launcher: FakeLauncher, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["run", "--arm", "none", "--results", "o.jsonl", "--profile"]
+    assert cli.main([*words, "traces/new"]) == 0
+    assert launcher.profile == Path("traces/new")
+    assert (tmp_path / "traces/new").is_dir()
+    (tmp_path / "file").touch()
+    assert cli.main([*words, "file/below"]) == 2
+    assert "error: --profile file/below: Not a directory; choose another folder" in capsys.readouterr().err
+    assert len(launcher.launched) == 1
+
+
 def test_report_is_machine_readable(launcher: FakeLauncher, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["run", "--results", "o.jsonl"])
     capsys.readouterr()

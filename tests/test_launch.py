@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -96,13 +97,20 @@ def test_unmeasured_figures_are_null(records: dict[str, dict[str, Any]]) -> None
 
 
 def test_a_rehearsal_on_the_cpu(tmp_path: Path) -> None:
-    options = ("--arm", "none", "--arm", "overlap", "--mode", "rehearsal", "--world", "8", "--nproc", "1", "--ep", "8")
+    options = ["--arm", "none", "--arm", "stream", "--mode", "rehearsal", "--world", "8", "--nproc", "1", "--ep", "8"]
+    options += ["--profile", str(tmp_path / "traces")]
     done, found = launch(tmp_path / "r.jsonl", *options, "--warmup", "1", "--steps", "2", "--activation-offload")
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = found
     assert first["spec"]["mode"]["kind"] == "rehearsal"
     assert [s["loss"] for s in first["steps"]] == [s["loss"] for s in second["steps"]]
     assert first["expert_tokens_max_over_mean"] == 1.0
+    for record in found:
+        (name,) = record["traces"]
+        with gzip.open(tmp_path / "traces" / name, "rt") as file:
+            events = json.load(file)["traceEvents"]
+        steps = sorted(event["name"] for event in events if event["name"].startswith("offbench step"))
+        assert steps == ["offbench step 4", "offbench step 5"], "after the window of steps 1 to 3 and one to warm up"
 
 
 def test_a_rank_that_cannot_build_its_job_becomes_a_record(tmp_path: Path) -> None:
