@@ -276,6 +276,22 @@ def verify(
     raise typer.Exit(verify_command(flags))
 
 
+@app.command()
+def trace(
+    path: Annotated[Path, typer.Argument(help="Chrome trace of torch.profiler, .json or .json.gz.", metavar="PATH")],
+    *,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps in it; by default as many as the profiler was told of.")
+    ] = None,
+    small: Annotated[str | None, typer.Option(help="Copies below this size count as small (4MiB).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+) -> None:
+    """Show where a profiled step's time went: streams, bulk copies, small copies and what they waited for."""
+    from offbench.trace.command import TraceOptions, trace_command
+
+    raise typer.Exit(trace_command(TraceOptions(path, steps, small, json)))
+
+
 app.command()(plan)
 
 

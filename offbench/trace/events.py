@@ -1,0 +1,103 @@
+"""What a torch.profiler trace says about the device and the calls that made the host wait.
+
+Events are those of the Chrome trace format as kineto writes them: complete ones (`ph` X) with `ts` and `dur` in
+microseconds; device work has the category kernel, gpu_memcpy or gpu_memset, its device and stream in `args`, and the
+`correlation` of the runtime or driver call that launched it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+Event = Mapping[str, Any]
+Way = Literal["in", "out"]
+Kind = Literal["kernel", "copy", "memset"]
+
+DEVICE: dict[str, Kind] = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"}
+CALLS = ("cuda_runtime", "cuda_driver")
+WAITS = re.compile(r"(cuda|cu|hip)([A-Z]\w*Synchronize|Memcpy(?!\w*Async))")
+"""Calls that return only when the device has come so far."""
+STEP = re.compile(r"ProfilerStep#\d+")
+
+
+class Op(NamedTuple):
+    """A kernel, copy or memset on the device. Times are seconds since the trace's first event."""
+
+    start: float
+    end: float
+    device: int
+    stream: int
+    kind: Kind
+    way: Way | None
+    """in: host to device; out: device to host; None: neither."""
+    nbytes: int
+    launch: float | None
+    """When the host began the call that queued it; None: the trace does not hold that call."""
+
+
+class Wait(NamedTuple):
+    """A call in which the host waited for the device."""
+
+    name: str
+    seconds: float
+
+
+class Parsed(NamedTuple):
+    """The parts of a trace that count here. Ops are sorted by start."""
+
+    ops: list[Op]
+    waits: list[Wait]
+    steps: int | None
+    """Steps the profiler was told of; None: it was not."""
+
+
+def parse(events: Sequence[Event]) -> Parsed:
+    """Pick out what counts. Raises ValueError, with the event's number, for one without the fields of its category."""
+    complete = [(i, e) for i, e in enumerate(events) if isinstance(e, Mapping) and e.get("ph") == "X"]
+    calls = [(i, e) for i, e in complete if e.get("cat") in CALLS]
+    device = [(i, e) for i, e in complete if e.get("cat") in DEVICE]
+    first = min((_time(i, e)[0] for i, e in (*calls, *device)), default=0.0)
+    launches: dict[int, float] = {}
+    waits = []
+    for i, event in calls:
+        start, end = _time(i, event)
+        correlation = _args(event).get("correlation")
+        if isinstance(correlation, int):
+            launches.setdefault(correlation, (start - first) / 1e6)
+        if WAITS.match(str(event.get("name"))):
+            waits.append(Wait(str(event["name"]), (end - start) / 1e6))
+    ops = sorted((_op(i, event, first, launches) for i, event in device), key=lambda op: op[:2])
+    names = {str(e.get("name")) for _, e in complete if e.get("cat") == "user_annotation"}
+    return Parsed(ops, waits, sum(1 for name in names if STEP.fullmatch(name)) or None)
+
+
+def _op(number: int, event: Event, first: float, launches: Mapping[int, float]) -> Op:
+    start, end = _time(number, event)
+    args, kind = _args(event), DEVICE[event["cat"]]
+    device, stream, nbytes = args.get("device"), args.get("stream"), args.get("bytes", 0)
+    if not isinstance(device, int) or not isinstance(stream, int) or not isinstance(nbytes, int):
+        raise ValueError(f"event {number}, a {kind}, does not say its device, stream or bytes")
+    name = str(event.get("name")) if kind == "copy" else ""
+    way: Way | None = "in" if "HtoD" in name else "out" if "DtoH" in name else None
+    launch = launches.get(args.get("correlation", -1))
+    return Op((start - first) / 1e6, (end - first) / 1e6, device, stream, kind, way, nbytes, launch)
+
+
+def _args(event: Event) -> Event:
+    args = event.get("args")
+    return args if isinstance(args, Mapping) else {}
+
+
+def _time(number: int, event: Event) -> tuple[float, float]:
+    start, length = event.get("ts"), event.get("dur")
+    if (
+        isinstance(start, int | float)
+        and isinstance(length, int | float)
+        and math.isfinite(start + length)
+        and length >= 0
+    ):
+        return start, start + length
+    raise ValueError(f"event {number}, a {event['cat']}, has no time: ts {start}, dur {length}")
