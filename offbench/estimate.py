@@ -75,7 +75,8 @@ def estimate(spec: RunSpec) -> Estimate:
 def _flowing(schedule: Schedule, params: int, grads: int, moving: int, compute: int, saved: int) -> int:
     """stream: the workload's own peak, the arena at step(), or what staging has grown to when the forward ends."""
     arena = min(moving, schedule.staging_bytes or 0)
-    grown = min(moving, arena + grads, schedule.loss_bytes or moving)
+    at_loss = max(0, grads - saved) if schedule.loss_bytes is None else schedule.loss_bytes
+    grown = min(moving, arena + grads, max(arena, at_loss))
     temporary = compute - params - max(grads, saved)
     return max(compute, params + grads + arena, params + grown + saved + temporary)
 

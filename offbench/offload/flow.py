@@ -41,8 +41,8 @@ from offbench.offload.streams import Event, Why
 
 EXTENT_BYTES = 512 << 20
 """The arena is made of pieces of this size, so that it returns to the allocator bit by bit."""
-BURST = 3
-"""Chunks that one read queues beyond its own: the host launches the forward's kernels meanwhile, and must not stop."""
+BURST = 1
+"""Chunks that one read queues beyond its own: the host has the forward's kernels to launch, and must not stop."""
 LEAST_CHUNKS = 2
 """Smallest arena, in chunks: one moves in while another is written back."""
 
