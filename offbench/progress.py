@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -47,6 +48,19 @@ class ProgressTail:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         return [_entry(line) for line in whole.decode().splitlines() if line.strip()]
+
+
+def phase_seconds(path: Path, began: float, ended: float) -> dict[str, float]:
+    """How long each phase of a launch took, from its progress file; `launch` is what came before the first entry.
+
+    began, ended: of the launch, Unix seconds. A phase that comes again adds up; the last one ends with the launch.
+    """
+    entries = ProgressTail(path).read()
+    marks = [("launch", began), *((entry.phase, entry.time) for entry in entries), ("", ended)]
+    found: dict[str, float] = {}
+    for (phase, start), (_, stop) in pairwise(marks):
+        found[phase] = round(found.get(phase, 0.0) + stop - start, 3)
+    return found
 
 
 def _entry(line: str) -> Progress:

@@ -188,6 +188,8 @@ class RunRecord(Row):
     """UTC, ISO 8601."""
     duration_s: float | None = None
     """Wall time of the launch, start-up included."""
+    wall_s: dict[str, float] = Field(default_factory=dict)
+    """The same by phase: launch (torchrun, imports), start, build, pin, warmup, measure, drain, gather (and exit)."""
     source: Source = "measured"
     reference: str | None = None
     """Where a published or simulated row comes from."""

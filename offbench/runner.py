@@ -21,7 +21,7 @@ from offbench.hardware import Hardware
 from offbench.launcher import Launcher
 from offbench.naming import arm_name
 from offbench.outcome import Outcome, classify
-from offbench.progress import Display, show_seconds
+from offbench.progress import Display, phase_seconds, show_seconds
 from offbench.record import RunRecord
 from offbench.results_file import ResultsFile
 from offbench.units import gib
@@ -125,6 +125,8 @@ class Runner:
             end = self.launcher.launch(item.spec, folder, self.timeout_s, self.display.update)
             outcome = classify(folder, end, self.timeout_s)
             record = build_record(item, outcome, self.env, started, self.clock() - began)
+            ended = datetime.now(UTC)
+            record.wall_s = phase_seconds(folder / "progress.jsonl", started.timestamp(), ended.timestamp())
         self.results.append(record)
         self.display.finish(closing_line(name, record))
         return record

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -13,7 +14,16 @@ from offbench import arms, environment, fake
 from offbench.config import Mode, RunSpec, Workload
 from offbench.fake import FakeLauncher, Outcome
 from offbench.launcher import Exit
-from offbench.progress import Pace, PlainDisplay, Progress, ProgressTail, TerminalDisplay, describe, show_seconds
+from offbench.progress import (
+    Pace,
+    PlainDisplay,
+    Progress,
+    ProgressTail,
+    TerminalDisplay,
+    describe,
+    phase_seconds,
+    show_seconds,
+)
 from offbench.record import RunRecord
 from offbench.results_file import ResultsFile, read_records
 from offbench.runner import Planned, Runner, RunReport, interleave, without_done
@@ -229,3 +239,17 @@ def test_the_tail_waits_for_whole_lines(tmp_path: Path) -> None:
         file.write('sure", "step": 1, "of": 3, "tok_s": 2.0, "time": 5.0}\n')
     assert tail.read() == [Progress("measure", 1, 3, 2.0, 5.0)]
     assert tail.read() == []
+
+
+def test_wall_time_is_told_by_phase(tmp_path: Path) -> None:
+    path = tmp_path / "progress.jsonl"
+    entries = [("start", 103.0), ("build", 105.0), ("warmup", 106.0), ("warmup", 108.0), ("measure", 109.5)]
+    path.write_text("".join(json.dumps({"phase": phase, "time": at}) + "\n" for phase, at in entries))
+    assert phase_seconds(path, 100.0, 110.0) == {
+        "launch": 3.0,
+        "start": 2.0,
+        "build": 1.0,
+        "warmup": 3.5,
+        "measure": 0.5,
+    }
+    assert phase_seconds(tmp_path / "none.jsonl", 100.0, 104.0) == {"launch": 4.0}
