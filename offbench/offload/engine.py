@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,19 +105,20 @@ class Engine(ABC):
         stream.run(poison, writes=[self._streams.access(part) for _, part in staged.parts])
         return stream.record()
 
-    def _copy(self, stream: Stream, direction: Direction, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        access = self._streams.access
-        begin = stream.record() if self.ledger.keep else None
-        nbytes = 0
-        for target, source in pairs:
-
-            def copy(target: torch.Tensor = target, source: torch.Tensor = source) -> None:
+    def _copy(self, stream: Stream, direction: Direction, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        def copy() -> None:
+            for target, source in pairs:
                 self._copier.copy(target, source)
 
-            stream.run(copy, reads=[access(source)], writes=[access(target)])
-            nbytes += target.numel()
+        access = self._streams.access
+        begin = stream.record() if self.ledger.keep else None
+        stream.run(
+            copy,
+            reads=[access(source) for _, source in pairs],
+            writes=[access(target) for target, _ in pairs],
+        )
         end = stream.record()
-        self.ledger.copied(direction, nbytes, begin, end)
+        self.ledger.copied(direction, sum(target.numel() for target, _ in pairs), begin, end)
         return end
 
     def _update(self, stream: Stream, work: Work, staged: Staged) -> Event:

@@ -42,11 +42,18 @@ def reference(rank: int, device: torch.device = CPU) -> dict[str, torch.Tensor]:
     return sharded.snapshot(model, optimizer)
 
 
+def paces_of(label: str) -> list[tuple[str, ...]]:
+    """All paces of in, update and out for one variant of each engine, half of them, in turn, for the others."""
+    every = list(itertools.product(("lazy", "eager"), repeat=3))
+    odd = list(ARMS).index(label) % 2
+    return every if label in {"overlap", "stream"} else [p for p in every if p.count("lazy") % 2 == odd]
+
+
 def compare_all(rank: int) -> dict[str, list[str]]:
     expected = reference(rank)
     found = {}
     for label, options in ARMS.items():
-        for in_, update, out in itertools.product(("lazy", "eager"), repeat=3):
+        for in_, update, out in paces_of(label):
             streams = AdversarialStreams({"in": in_, "update": update, "out": out})
             model = sharded.build(CPU, prefetch=out == "lazy")
             optimizer = sharded.optimizer_of(label.split()[0], model, streams, **options)
@@ -58,7 +65,7 @@ def compare_all(rank: int) -> dict[str, list[str]]:
 
 def test_every_arm_equals_plain_adamw_on_two_ranks() -> None:
     for result in on_ranks(2, compare_all):
-        assert len(result) == 8 * len(ARMS)
+        assert len(result) == 4 * len(ARMS) + 8
         assert {name: wrong for name, wrong in result.items() if wrong} == {}
 
 
