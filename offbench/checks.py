@@ -33,12 +33,12 @@ def check_launch(spec: RunSpec, reports: Sequence[RankReport]) -> dict[str, str]
 
 
 def _schedule(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
-    """No silent fallback from deferred to synchronous updates."""
+    """No silent fallback from deferred to synchronous updates, or from updates in host memory to staged ones."""
     arm, _ = arms.find(spec.arm.name)
-    wanted = "deferred" if arm.schedule(spec.arm).deferred else "synchronous"
+    wanted = arm.schedule(spec.arm).updates
     for report in reports:
         if report.schedule != wanted:
-            return f"rank {report.rank} ran {report.schedule} updates, the arm has {wanted} ones"
+            return f"rank {report.rank} ran updates that were {report.schedule}; the arm's are {wanted}"
     return None
 
 

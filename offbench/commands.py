@@ -152,7 +152,8 @@ def dry_run_lines(plan: list[Planned], path: Path, launcher: Launcher) -> Iterat
 def list_arms() -> Iterator[str]:
     """A paragraph per arm."""
     for arm in ARMS.values():
-        yield f"{arm.name}  ({'exact' if arm.exact else 'inexact'})"
+        unproven = f"; {arm.unproven}" if arm.unproven else ""
+        yield f"{arm.name}  ({'exact' if arm.exact else 'inexact'}{unproven})"
         yield f"  moves   {arm.moves}"
         yield f"  when    {arm.when}"
         yield f"  on GPU  {arm.memory}"

@@ -59,7 +59,9 @@ def estimate(spec: RunSpec) -> Estimate:
     else:
         resident = min(state, schedule.resident_bytes)
         moving = state - resident
-        if schedule.write_back == "backward":
+        if schedule.update == "host_memory":
+            device = compute + resident  # nothing is staged
+        elif schedule.write_back == "backward":
             device = resident + _flowing(schedule, params, grads, moving, compute, saved)
         else:
             device = compute + resident + min(moving, (schedule.slots or 1) * schedule.chunk_bytes)

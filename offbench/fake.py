@@ -58,7 +58,12 @@ def ok(step_s: float | None = None, **fields: Any) -> Outcome:
 
     def play(spec: RunSpec, folder: Path) -> Exit:
         write_progress(spec, folder, "start", "build", "pin", "warmup", "measure", "drain", "gather")
-        seconds = step_s or {"none": 2.0, "main": 4.0, "chunked": 3.0, "overlap": 2.5, "stream": 2.1}[spec.arm.name]
+        seconds = (
+            step_s
+            or {"none": 2.0, "main": 4.0, "chunked": 3.0, "overlap": 2.5, "stream": 2.1, "zerocopy": 2.2}[
+                spec.arm.name
+            ]
+        )
         tokens = spec.tokens_per_step
         result = {
             "status": "ok",

@@ -110,7 +110,7 @@ def describe(
         local_params=sum(local_of(p).numel() for p in job.params),
         largest_chunk=max(chunk.nbytes for chunk in optimizer.chunks),
         chunks=len(optimizer.chunks),
-        schedule="deferred" if optimizer.schedule.deferred else "synchronous",
+        schedule=optimizer.schedule.updates,
         kernel_steps=optimizer.kernel_steps(),
         untouched=untouched(job, optimizer),
         checksum=checksum(job),

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from offbench import estimate
+from offbench import arms, estimate
 from offbench.config import Mode, RunSpec, Window, Workload
 from offbench.errors import UsageError
 from offbench.hardware import Hardware
@@ -53,6 +53,7 @@ def resolve(options: Options, hardware: Hardware) -> Resolved:
     ]
     for spec in specs:
         check(spec, shape)
+        _check_in_place(spec)
     notes += _about_mode(options, hardware, mode, shape)
     if options.layers is None and device == "cuda":
         specs, fitted = _fit(specs, hardware, shape)
@@ -146,6 +147,19 @@ def _window(options: Options) -> Window:
         return -(-steps // every) * every if given is None else given
 
     return build(Window, warmup=periods(options.warmup, default.warmup), steps=periods(options.steps, default.steps))
+
+
+def _check_in_place(spec: RunSpec) -> None:
+    """Updates in host memory on a GPU: what their kernel cannot be asked for."""
+    schedule = arms.ARMS[spec.arm.name].schedule(spec.arm)
+    if schedule.update != "host_memory" or spec.mode.device != "cuda":
+        return
+    if spec.mode.emulate_link is not None:
+        raise UsageError(
+            f"--emulate-link: arm {spec.arm.name} makes no copies whose bytes could be repeated; leave one of them out"
+        )
+    if spec.workload.adamw != "fused":
+        raise UsageError(f"--adamw {spec.workload.adamw}: arm {spec.arm.name} computes the bits of fused; use that")
 
 
 def _about_mode(options: Options, hardware: Hardware, mode: Mode, shape: ModelShape) -> list[str]:

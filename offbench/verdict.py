@@ -48,6 +48,8 @@ def next_step(row: Row, numa_nodes: int = 1) -> str:
     if not row.same and row.x_none < 1 - HIDDEN:
         return "Faster than none: noise, or none is short of memory; repeat both with --launches 3."
     if row.same or row.x_none - 1 <= HIDDEN:
+        if row.arm == "zerocopy":
+            return "Nothing is exposed, and nothing is staged."
         held = "fewer --slots" if (row.spec.arm.slots or 0) > 1 else "--arm chunked"
         return f"Nothing is exposed; {held} would hold less memory."
     if row.arm == "main":
@@ -58,13 +60,17 @@ def next_step(row: Row, numa_nodes: int = 1) -> str:
         return "Try --arm overlap: it hides copies behind the next forward."
     if row.arm == "stream":
         return "Try a larger --state-budget, with --fsdp-copies kernel."
+    if row.arm == "zerocopy":
+        return "Try a larger --state-budget, or --arm stream: copy engines are faster than its kernel."
     slots = row.spec.arm.slots
     return f"Try --slots {2 * slots}." if slots is not None else "Compare with the other arms: offbench arms."
 
 
 def _after_failure(status: str, spec: RunSpec) -> str:
     if status in {"oom", "skipped"}:
-        held = "" if spec.arm.name in {"chunked", "overlap"} else ", or --arm chunked, which holds less state"
+        held = (
+            "" if spec.arm.name in {"chunked", "overlap", "zerocopy"} else ", or --arm chunked, which holds less state"
+        )
         return f"Try fewer --layers or a shorter --seq-len{held}."
     if status == "timeout":
         return "Read the stacks in the record, or allow more with --timeout."

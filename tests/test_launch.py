@@ -138,7 +138,7 @@ def test_a_state_budget_moves_less(tmp_path: Path) -> None:
 
 
 SABOTAGE = {
-    "updates": "from offbench.offload.adamw import OffloadedAdamW as A; A._adamw = lambda *_: None",
+    "updates": "import offbench.offload.updates as m; m.run = lambda *_: None",
     "fsdp copies": "import offbench.offload.small_copies as m; m.KernelCopies.__init__ = lambda s: setattr(s, "
     "'copies_in', 0); m.KernelCopies.restore = lambda s: None",
     "activations": (

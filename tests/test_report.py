@@ -408,6 +408,12 @@ def test_a_verdict_says_the_cost_and_what_to_try() -> None:
             "Faster than none: noise, or none is short of memory; repeat both with --launches 3.",
         ),
         ([record(spec("overlap"), 2.5), record(spec())], 2, "Try --numa."),
+        ([record(spec("zerocopy"), 2.02), record(spec())], 1, "Nothing is exposed, and nothing is staged."),
+        (
+            [record(spec("zerocopy"), 2.5), record(spec())],
+            1,
+            "Try a larger --state-budget, or --arm stream: copy engines are faster than its kernel.",
+        ),
         (
             [record(spec("main"), 2.5), record(spec())],
             2,

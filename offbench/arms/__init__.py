@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 
-from offbench.arms import chunked, main, none, overlap, stream
+from offbench.arms import chunked, main, none, overlap, stream, zerocopy
 from offbench.arms.arm import Arm
 from offbench.errors import UsageError
 
 __all__ = ["ALIASES", "ARMS", "DEFAULT_ARMS", "Arm", "find"]
 
-ARMS: dict[str, Arm] = {arm.name: arm for arm in (none.ARM, main.ARM, chunked.ARM, overlap.ARM, stream.ARM)}
+ARMS: dict[str, Arm] = {
+    arm.name: arm for arm in (none.ARM, main.ARM, chunked.ARM, overlap.ARM, stream.ARM, zerocopy.ARM)
+}
 
 ALIASES: dict[str, tuple[str, bool]] = {"numa": ("chunked", True)}
 """Names that stand for an arm plus --numa."""

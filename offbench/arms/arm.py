@@ -38,6 +38,8 @@ class Arm:
     """Options this arm understands, with their defaults; all others stay null in its spec."""
     exact: bool = True
     """Bitwise equal to the same AdamW without offload."""
+    unproven: str = ""
+    """Where nobody has shown that yet; empty when it has been shown everywhere."""
 
     def resolve(
         self, numa: bool = False, fsdp_copies: str = "stock", readbacks: str = "copy", **options: object

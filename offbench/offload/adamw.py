@@ -9,14 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.adamw import adamw
 
 from offbench.errors import OffbenchError
-from offbench.offload import fsdp
+from offbench.offload import fsdp, updates
 from offbench.offload.chunks import Chunk, plan_chunks
 from offbench.offload.copies import Copier, Ledger
 from offbench.offload.deferral import deferrable
@@ -30,8 +29,9 @@ from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
 from offbench.offload.state import load_groups, load_moments
 from offbench.offload.streams import DeviceStreams, Streams
-
-Implementation = Literal["fused", "foreach"]
+from offbench.offload.updates import Implementation
+from offbench.offload.zerocopy.engine import ZeroCopyEngine
+from offbench.offload.zerocopy.support import in_host_memory
 
 
 class OffloadedAdamW(torch.optim.AdamW):
@@ -96,6 +96,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         """Give these parameters chunks behind the ones there are, with zero moments in `self.state`."""
         if self.schedule.deferred:
             self.schedule = deferrable(self.schedule, self._model, [p for p, _ in parameters], self._streams)
+        if self.schedule.update == "host_memory":
+            locals_ = [local_of(p) for p, _ in parameters]
+            self.schedule = in_host_memory(self.schedule, self.device, self.implementation, locals_)
         sizes = [local_of(p).numel() * local_of(p).element_size() for p, _ in parameters]
         new = plan_chunks(sizes, self.schedule.chunk_bytes, after=self.chunks)
         for chunk in new:
@@ -131,7 +134,9 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def _engine_for(self, schedule: Schedule) -> Engine:
         """The engine there is, or another one, with its books, for a schedule that it cannot execute."""
-        kind = FlowEngine if schedule.write_back == "backward" else RingEngine
+        if schedule.update == "host_memory" and self.copy_repeat > 1:
+            raise OffbenchError(f"{schedule.name}: updates in host memory copy no bytes that could be repeated")
+        kind = engine_of(schedule)
         if self._engine is not None:
             self.drain()
             if isinstance(self._engine, kind):
@@ -187,29 +192,18 @@ class OffloadedAdamW(torch.optim.AdamW):
             torch._foreach_add_(counters, 1)
 
     def _work(self, chunk: Chunk, members: list[Member], gradients: list[torch.Tensor], hypers: list[Hyper]) -> Work:
+        # Where state stays on the device, and on the CPU, torch's own AdamW runs.
+        moving = chunk.index not in self._resident
+        in_place = moving and self.device.type == "cuda" and self.schedule.update == "host_memory"
+
         def update(state: Staged) -> None:
             for group in sorted({member.group for member in members}):
                 chosen = [(m, g) for m, g in zip(members, gradients, strict=True) if m.group == group]
-                self._adamw([m for m, _ in chosen], [g for _, g in chosen], state, hypers[group])
+                updates.run(
+                    [m for m, _ in chosen], [g for _, g in chosen], state, hypers[group], self.implementation, in_place
+                )
 
         return Work(chunk, update, gradients, [member.local for member in members])
-
-    @torch.no_grad()
-    def _adamw(self, members: list[Member], gradients: list[torch.Tensor], state: Staged, hyper: Hyper) -> None:
-        moments = [member.views(state) for member in members]
-        adamw(
-            [member.local for member in members],
-            gradients,
-            [first for first, _ in moments],
-            [second for _, second in moments],
-            [],
-            [member.step for member in members],
-            foreach=self.implementation == "foreach",
-            fused=self.implementation == "fused",
-            amsgrad=False,
-            maximize=False,
-            **vars(hyper),
-        )
 
     def drain(self) -> None:
         """Return when no update is queued or in flight: parameters and `state` are those of the last step."""
@@ -296,6 +290,13 @@ class OffloadedAdamW(torch.optim.AdamW):
         for members in self._members:
             for member in members:
                 member.step.copy_(self.state[member.parameter]["step"])
+
+
+def engine_of(schedule: Schedule) -> type[Engine]:
+    """The engine that executes such schedules."""
+    if schedule.update == "host_memory":
+        return ZeroCopyEngine
+    return FlowEngine if schedule.write_back == "backward" else RingEngine
 
 
 def _end(engine: Engine, guard: fsdp.ReadGuard) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from offbench.errors import OffbenchError
 from offbench.hardware import cgroup_memory
+from offbench.offload.readback import device_view
 
 PAGE = mmap.PAGESIZE
 SLAB_BYTES = 4 << 30
@@ -42,6 +43,7 @@ class HostStore:
         self.addresses: list[tuple[int, int]] = []
         """(address, bytes) of each slab, for whoever checks on which NUMA node the pages are."""
         self._chunks: list[torch.Tensor] = []
+        self._device = pin_for
         self._pin = pin_for is not None and pin_for.type == "cuda"
         # Views may outlive the store: their memory stays mapped, it is only no longer pinned.
         self._finalizer = weakref.finalize(self, _unregister, self.addresses if self._pin else [])
@@ -64,6 +66,15 @@ class HostStore:
     def chunk(self, index: int) -> torch.Tensor:
         """uint8 [bytes of the chunk], at the same address for good."""
         return self._chunks[index]
+
+    def visible(self, index: int) -> torch.Tensor:
+        """The chunk as a tensor of the device, whose kernels reach it over the link; on the CPU the chunk itself."""
+        chunk = self._chunks[index]
+        if self._device is None or not self._pin:
+            return chunk
+        view = device_view(chunk, self._device)
+        assert view.data_ptr() == chunk.data_ptr(), "a copy"
+        return view
 
     def _slab(self, nbytes: int) -> torch.Tensor:
         if not nbytes:  # all of these chunks' state stays on the device

@@ -26,7 +26,7 @@ class Mailbox:
         self.buffer = buffer
         self.kernel_writes = 0
         """Values sent by kernels so far, in calls."""
-        self._seen = _device_view(buffer, device) if way == "kernel" and device.type == "cuda" else None
+        self._seen = device_view(buffer, device) if way == "kernel" and device.type == "cuda" else None
 
     @torch.no_grad()
     def send(self, values: Tensor) -> None:
@@ -40,13 +40,15 @@ class Mailbox:
         self.kernel_writes += 1
 
 
-def _device_view(pinned: Tensor, device: torch.device) -> Tensor:
-    """The same memory as a tensor of the device."""
+def device_view(pinned: Tensor, device: torch.device) -> Tensor:
+    """The same memory as a tensor of the device, which must not outlive it."""
 
     class Interface:
         __cuda_array_interface__: dict[str, Any] = {  # noqa: RUF012
             "shape": tuple(pinned.shape),
-            "typestr": {torch.float32: "<f4", torch.int64: "<i8", torch.int32: "<i4"}[pinned.dtype],
+            "typestr": {torch.float32: "<f4", torch.int64: "<i8", torch.int32: "<i4", torch.uint8: "|u1"}[
+                pinned.dtype
+            ],
             "data": (pinned.data_ptr(), False),
             "strides": None,
             "version": 3,

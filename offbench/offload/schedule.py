@@ -39,6 +39,10 @@ class Schedule:
     first_step: Literal["bounded", "whole"] = "bounded"
     """whole: the first step stages all state on the device at once, as upstream did."""
 
+    update: Literal["device", "host_memory"] = "device"
+    """host_memory: the update itself reads and writes state in host memory; nothing is staged or copied, and
+    `slots` means nothing."""
+
     write_back: Literal["forward", "backward"] = "forward"
     """backward: updated state stays on the device until the last chunk has moved in, unless memory runs out. Staging
     then grows into the memory of gradients whose updates have run, and `slots` means nothing."""
@@ -55,8 +59,20 @@ class Schedule:
             raise ScheduleError(f"{self.name}: copy streams need a number of slots")
         if self.write_back == "backward" and not (self.deferred and self.first_step == "bounded"):
             raise ScheduleError(f"{self.name}: write-back in backward needs deferred updates and a bounded first step")
+        if self.update == "host_memory" and not self.offloaded:
+            raise ScheduleError(f"{self.name}: state on the device cannot be updated in host memory")
+        if self.update == "host_memory" and (self.write_back == "backward" or self.first_step == "whole"):
+            raise ScheduleError(
+                f"{self.name}: updates in host memory stage nothing, so nothing is held or written back"
+            )
         if self.deferred and self.lead < 1:
             raise ScheduleError(f"{self.name}: step() must queue at least one chunk")
+
+    @property
+    def updates(self) -> str:
+        """When and where updates run: `synchronous`, `deferred`, or either with `, in host memory`."""
+        when = "deferred" if self.deferred else "synchronous"
+        return f"{when}, in host memory" if self.update == "host_memory" else when
 
     def in_pieces(self, pieces: int) -> Schedule:
         """The same windows over chunks cut into so many parts: a part updates while the next one still moves, which

@@ -92,6 +92,8 @@ def _not_simulated(record: RunRecord) -> str | None:
         return "its model is not one of ours"
     if record.spec.arm.name not in arms.ARMS:
         return "its arm is not one of ours"
+    if arms.ARMS[record.spec.arm.name].schedule(record.spec.arm).update == "host_memory":
+        return "updates in host memory are not simulated"
     return None
 
 

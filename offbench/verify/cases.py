@@ -225,8 +225,8 @@ def paces(device: str, world: int, schedule: Schedule, number: int, quick: bool)
     """
     if not schedule.offloaded:
         return [PLAIN]
-    if device != "cpu":
-        return list(ON_DEVICE)
+    if device != "cpu":  # where the update is the copy, no byte can be copied again
+        return [PLAIN] if schedule.update == "host_memory" else list(ON_DEVICE)
     if not schedule.copy_streams:
         return [ADVERSARIES[0]]
     choice = ADVERSARIES if quick else (*ADVERSARIES, PLAIN)

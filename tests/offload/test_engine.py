@@ -72,6 +72,20 @@ SCHEDULES = {
         staging_bytes=1 << 20,
         lead=99,
     ),
+    "zerocopy": Schedule(
+        "zerocopy", offloaded=True, chunk_bytes=trainer.CAP, deferred=True, update="host_memory", lead=3, ahead=1
+    ),
+    "zerocopy, two resident": Schedule(
+        "zerocopy",
+        offloaded=True,
+        chunk_bytes=trainer.CAP,
+        resident_bytes=5000,
+        deferred=True,
+        update="host_memory",
+        lead=1,
+        ahead=0,
+    ),
+    "zerocopy, synchronous": Schedule("zerocopy", offloaded=True, chunk_bytes=trainer.CAP, update="host_memory"),
     "overlap, whole first step": Schedule(
         "overlap", offloaded=True, chunk_bytes=trainer.CAP, slots=3, deferred=True, lead=99, first_step="whole"
     ),
@@ -83,12 +97,16 @@ WAITS = {
     "overlap, all slots": {Why.ARENA_READY, Why.HOST_CURRENT, Why.LOADED, Why.UPDATED, Why.READ},
     "overlap, all resident": {Why.GRADIENTS_READY, Why.READ},
     "stream": set(Why) - {Why.HOST_CURRENT},
+    "zerocopy": {Why.GRADIENTS_READY, Why.READ},
+    "zerocopy, two resident": {Why.GRADIENTS_READY, Why.READ},
+    "zerocopy, synchronous": {Why.READ},
     "stream, no growth": set(Why) - {Why.HOST_CURRENT, Why.GRADIENT_FREE},
 }
 # Where updates run on the compute stream a reader has nothing to wait for, and where few chunks fit, waiting for a
 # slot implies that the previous step's write-back is over. Staged state follows the gradients through its arena.
 IMPLIED = {
     ("chunked", Why.READ),
+    ("zerocopy, synchronous", Why.READ),
     ("overlap", Why.HOST_CURRENT),
     ("stream", Why.GRADIENTS_READY),
     ("stream, no growth", Why.GRADIENTS_READY),

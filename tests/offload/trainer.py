@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch.optim.adamw import adamw
 
+from offbench.offload.adamw import engine_of
 from offbench.offload.chunks import plan_chunks
 from offbench.offload.copies import Copier
 from offbench.offload.engine import Engine, Work
-from offbench.offload.flow import FlowEngine
 from offbench.offload.hoststore import HostStore
-from offbench.offload.ring import RingEngine
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
 from offbench.offload.streams import Streams, Why
@@ -99,8 +98,7 @@ def run(schedule: Schedule, streams: Streams, tamper: Callable[[Engine], None] |
         if sum(state.numel() for state in resident.values()) + chunk.nbytes <= schedule.resident_bytes:
             resident[chunk.index] = torch.zeros(chunk.nbytes, dtype=torch.uint8)
     store = HostStore([0 if chunk.index in resident else chunk.nbytes for chunk in chunks])
-    made = FlowEngine if schedule.write_back == "backward" else RingEngine
-    engine = made(chunks, store, schedule, streams, Copier(), resident)
+    engine = engine_of(schedule)(chunks, store, schedule, streams, Copier(), resident)
     if tamper is not None:
         tamper(engine)
     counters = [torch.tensor(0.0) for _ in parameters]

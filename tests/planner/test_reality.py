@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from offbench.arms import ARMS
 from offbench.planner.ideal import policy_ideal
 from offbench.planner.reality import CLOSE, UNKNOWN, Compared, against, waiting
 from offbench.planner.sources import baseline, compute_of_records
@@ -130,6 +131,14 @@ def test_a_row_far_off_for_no_known_reason_says_so() -> None:
     found, _ = against([*(r for r in NATIVE if r.spec.arm.name == "none"), slow])
     assert found[-1].reason == UNKNOWN
     assert found[-1].error == pytest.approx(-0.5, abs=0.02)
+
+
+def test_a_row_whose_updates_are_the_copies_is_left_out_by_name() -> None:
+    overlap = next(r for r in NATIVE if r.spec.arm.name == "overlap")
+    spec = overlap.spec.model_copy(update={"arm": ARMS["zerocopy"].resolve()})
+    found, skipped = against([*NATIVE, overlap.model_copy(update={"spec": spec})])
+    assert found
+    assert skipped[-1] == "zerocopy: left out, updates in host memory are not simulated"
 
 
 def test_rows_without_a_baseline_or_a_time_are_named() -> None:

@@ -1,0 +1,57 @@
+"""The AdamW kernels: torch's own, on state that is on the device, or ours, on state in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch.optim.adamw import adamw
+
+from offbench.offload.hyper import Hyper
+from offbench.offload.layout import Member
+from offbench.offload.staged import Staged
+
+Implementation = Literal["fused", "foreach"]
+"""torch's kernels. Their bits differ, so an update is compared only with its own implementation."""
+
+
+@torch.no_grad()
+def run(
+    members: Sequence[Member],
+    gradients: Sequence[torch.Tensor],
+    state: Staged,
+    hyper: Hyper,
+    implementation: Implementation,
+    in_place: bool,
+) -> None:
+    """Queue one AdamW step of these parameters on the current stream.
+
+    gradients: shaped as the members' local shards. state: the bytes of their chunk; in_place: they are in host memory.
+    """
+    moments = [member.views(state) for member in members]
+    if in_place:
+        from offbench.offload.zerocopy import kernel  # needs Triton
+
+        kernel.adamw(
+            [member.local for member in members],
+            gradients,
+            [first for first, _ in moments],
+            [second for _, second in moments],
+            [member.step for member in members],
+            **vars(hyper),
+        )
+        return
+    adamw(
+        [member.local for member in members],
+        list(gradients),
+        [first for first, _ in moments],
+        [second for _, second in moments],
+        [],
+        [member.step for member in members],
+        foreach=implementation == "foreach",
+        fused=implementation == "fused",
+        amsgrad=False,
+        maximize=False,
+        **vars(hyper),
+    )
