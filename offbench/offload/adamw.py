@@ -27,7 +27,7 @@ from offbench.offload.layout import Member, apart, local_of, placed_like
 from offbench.offload.ring import RingEngine
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
-from offbench.offload.state import load_groups, load_moments
+from offbench.offload.state import check_saved, load_groups, load_moments
 from offbench.offload.streams import DeviceStreams, Streams
 from offbench.offload.updates import Implementation
 from offbench.offload.zerocopy.engine import ZeroCopyEngine
@@ -66,6 +66,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         super().__init__(
             params, lr, betas, eps, weight_decay, fused=implementation == "fused", foreach=implementation == "foreach"
         )
+        self._step_supports_amp_scaling = False  # step() knows no grad_scale: a GradScaler must unscale itself
         for group in self.param_groups:
             refuse(group)
         trained = self._without_state(lambda p: p.requires_grad)
@@ -106,7 +107,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             fits = (
                 sum(state.numel() for state in self._resident.values()) + chunk.nbytes <= self.schedule.resident_bytes
             )
-            if chunk.index == len(self._resident) and (fits or not self.schedule.offloaded):
+            if not chunk.nbytes or (chunk.index == len(self._resident) and (fits or not self.schedule.offloaded)):
                 self._resident[chunk.index] = torch.zeros(chunk.nbytes, dtype=torch.uint8, device=self.device)
         self.store.extend([0 if chunk.index in self._resident else chunk.nbytes for chunk in new])
         homes = [self._resident.get(chunk.index, self.store.chunk(chunk.index)) for chunk in new]
@@ -154,7 +155,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         if self.schedule.deferred:
             assert self._model is not None
             chunk_of = {m.parameter: index for index, members in enumerate(self._members) for m in members}
-            guard = fsdp.ReadGuard(self._model, chunk_of, engine.before_read, engine.drain, self._streams)
+            guard = fsdp.ReadGuard(
+                self._model, chunk_of, engine.before_read, engine.drain, self._streams, engine.before_backward
+            )
             self._finalizer = weakref.finalize(self, _end, engine, guard)
             self._finalizer.atexit = False
 
@@ -168,6 +171,10 @@ class OffloadedAdamW(torch.optim.AdamW):
             raise OffbenchError("OffloadedAdamW takes no closure; run forward and backward before step()")
         if self._settled:
             raise OffbenchError("step() inside settled(): the code in there relies on parameters that do not change")
+        if self.schedule.deferred and self._finalizer is None:
+            raise OffbenchError(
+                "step() after detach(): the model's gathers would not wait for it; make a new optimizer"
+            )
         if late := self._without_state(lambda p: p.grad is not None):  # frozen until now
             self._lay_out(late)
         hypers = [capture(group) for group in self.param_groups]
@@ -178,6 +185,8 @@ class OffloadedAdamW(torch.optim.AdamW):
             if not members:
                 continue
             gradients = [local_of(m.parameter.grad) for m in members]
+            if self.schedule.deferred:  # our own tensors: whoever keeps `p.grad` then counts as a user of its memory
+                gradients = [_alias(gradient) for gradient in gradients]
             counters += [self.state[m.parameter]["step"] for m in members]
             works.append(self._work(chunk, members, gradients, hypers))
             if self.schedule.deferred:
@@ -196,11 +205,13 @@ class OffloadedAdamW(torch.optim.AdamW):
         moving = chunk.index not in self._resident
         in_place = moving and self.device.type == "cuda" and self.schedule.update == "host_memory"
 
-        def update(state: Staged) -> None:
+        implementation = self.implementation
+
+        def update(state: Staged) -> None:  # holds no reference to self: dropping the optimizer must drain
             for group in sorted({member.group for member in members}):
                 chosen = [(m, g) for m, g in zip(members, gradients, strict=True) if m.group == group]
                 updates.run(
-                    [m for m, _ in chosen], [g for _, g in chosen], state, hypers[group], self.implementation, in_place
+                    [m for m, _ in chosen], [g for _, g in chosen], state, hypers[group], implementation, in_place
                 )
 
         return Work(chunk, update, gradients, [member.local for member in members])
@@ -279,14 +290,14 @@ class OffloadedAdamW(torch.optim.AdamW):
         Raises OffbenchError when the groups or shapes do not fit this optimizer's.
         """
         self.drain()
+        check_saved(self.param_groups, state_dict["param_groups"], state_dict["state"])
         load_groups(self.param_groups, state_dict["param_groups"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            refuse(group)
             for parameter, key in zip(group["params"], saved["params"], strict=True):
                 if key in state_dict["state"] and parameter not in self.state:  # frozen here, trained there
                     self._lay_out(self._without_state(lambda p, wanted=parameter: p is wanted))  # type: ignore[misc]
                 if parameter in self.state:
-                    load_moments(self.state[parameter], state_dict["state"].get(key), key)
+                    load_moments(self.state[parameter], state_dict["state"].get(key))
         for members in self._members:
             for member in members:
                 member.step.copy_(self.state[member.parameter]["step"])
@@ -297,6 +308,12 @@ def engine_of(schedule: Schedule) -> type[Engine]:
     if schedule.update == "host_memory":
         return ZeroCopyEngine
     return FlowEngine if schedule.write_back == "backward" else RingEngine
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that nobody else holds and that is no view."""
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _end(engine: Engine, guard: fsdp.ReadGuard) -> None:

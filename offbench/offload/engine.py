@@ -68,9 +68,12 @@ class Engine(ABC):
         """Queue one optimizer step."""
 
     @abstractmethod
-    def before_read(self, chunks: Sequence[int], reader: int = 0) -> list[Event]:
+    def before_read(self, chunks: Sequence[int]) -> list[Event]:
         """Called when the parameters of these chunks are about to be read: queue their updates and what the schedule
-        wants in front of them. `reader` names who asks. Returns the events it must wait for."""
+        wants in front of them. Returns the events the reader must wait for."""
+
+    def before_backward(self, chunks: Sequence[int]) -> None:  # noqa: B027 - most engines have nothing to do then
+        """Called before the backward of the modules that these chunks' parameters belong to."""
 
     @abstractmethod
     def drain(self) -> None:

@@ -68,10 +68,8 @@ class _Step:
     last_in: Event | None = None
     arrived: list[Extent] = field(default_factory=list)
     """Once everything is queued: extents in the order in which they are written back."""
-    readers: set[int] = field(default_factory=set)
-    """Who has read since step()."""
-    read_again: set[int] = field(default_factory=set)
-    """Chunks whose reader came a second time, as the backward does: their gradients come next."""
+    backward: set[int] = field(default_factory=set)
+    """Chunks whose gradients come next or are there."""
 
 
 class FlowEngine(Engine):
@@ -116,22 +114,23 @@ class FlowEngine(Engine):
         self._move_ahead(self._step)
         self._queue(self._step, min(self.schedule.lead, len(works)))
 
-    def before_read(self, chunks: Sequence[int], reader: int = 0) -> list[Event]:
-        """Queue the updates of these chunks, and a few more until `ahead` are queued in front; a second read gives
-        memory back to the backward."""
+    def before_read(self, chunks: Sequence[int]) -> list[Event]:
+        """Queue the updates of these chunks, and a few more until `ahead` are queued in front."""
         step = self._step
-        if step is None:
-            self._headroom.read(reader, self._streams.allocated())
-        else:
+        if step is not None:
             needed = sum(1 for work in step.waiting if work.chunk.index <= max(chunks))
             ahead = sum(1 for work in step.waiting if work.chunk.index <= max(chunks) + self.schedule.ahead)
             self._queue(step, min(ahead, needed + BURST))
-            if reader in step.readers:
-                self._queue(step, len(step.waiting))
-                step.read_again.update(chunks)
-                self._make_room(step)
-            step.readers.add(reader)
         return [self._updated[chunk] for chunk in chunks if chunk in self._updated]
+
+    def before_backward(self, chunks: Sequence[int]) -> None:
+        """Give back the memory that the gradients of these chunks need."""
+        if self._step is None:
+            self._headroom.backward(self._streams.allocated())
+        else:
+            self._queue(self._step, len(self._step.waiting))
+            self._step.backward.update(chunks)
+            self._make_room(self._step)
 
     def drain(self) -> None:
         """Return when nothing is queued or in flight; staging memory is given back."""
@@ -234,7 +233,7 @@ class FlowEngine(Engine):
 
     def _make_room(self, step: _Step) -> None:
         """Give back as much memory as the gradients that come next need, and whatever is written back already."""
-        gradients = sum(chunk.nbytes for chunk in self.chunks if chunk.index in step.read_again) // 2
+        gradients = sum(chunk.nbytes for chunk in self.chunks if chunk.index in step.backward) // 2
         held = self._arena_bytes + step.grown_bytes - gradients
         while step.arrived and (self._extents.nbytes > held or self._extents.passed(step.arrived[0])):
             self._give_back(step.arrived.pop(0))

@@ -15,20 +15,30 @@ Checked on torch 2.11 and 2.15, where `_fsdp_param_group` became the list `_fsdp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from offbench.offload.streams import Event, Streams, Why
+from offbench.offload.streams import Event, Stream, Streams, Why
 
-BeforeRead = Callable[[Sequence[int], int], list[Event]]
-"""(chunks, reader) -> events: the reader's number tells its second gather from another group's first.
-"""
+BeforeRead = Callable[[Sequence[int]], list[Event]]
+"""Chunks about to be gathered -> what the gather must wait for."""
+BeforeBackward = Callable[[Sequence[int]], None]
+"""Called before the backward of the modules whose parameters are in these chunks."""
 
-_GROUP = ("unshard", "wait_for_unshard", "fsdp_params", "mesh_info", "is_unsharded", "_all_gather_result")
+_GUARDS = "_offbench_guards"
+_GROUP = (
+    "unshard",
+    "wait_for_unshard",
+    "fsdp_params",
+    "mesh_info",
+    "is_unsharded",
+    "_all_gather_result",
+    "_training_state",
+)
 
 
 class UnknownFSDP(Exception):
@@ -83,12 +93,13 @@ class ReadGuard:
         before_read: BeforeRead,
         drain: Callable[[], None],
         streams: Streams,
+        before_backward: BeforeBackward = lambda chunks: None,
     ) -> None:
         self._undo: list[Callable[[], None]] = []
-        for reader, group in enumerate(param_groups(model)):
+        for group in param_groups(model):
             chunks = sorted({chunk_of[p.sharded_param] for p in group.fsdp_params if p.sharded_param in chunk_of})
             if chunks:
-                self._undo.append(_wrap(group, chunks, reader, before_read, streams))
+                self._undo.append(_wrap(group, _Guard(chunks, before_read, before_backward, streams)))
         for module in model.modules():
             if module is model or isinstance(module, FSDPModule):
                 saving = module.register_state_dict_pre_hook(lambda *_: drain())  # type: ignore[no-untyped-call]
@@ -102,29 +113,57 @@ class ReadGuard:
         self._undo = []
 
 
-def _wrap(
-    group: Any, chunks: Sequence[int], reader: int, before_read: BeforeRead, streams: Streams
-) -> Callable[[], None]:
+class _Guard(NamedTuple):
+    """What one optimizer wants to know of one parameter group."""
+
+    chunks: Sequence[int]
+    before_read: BeforeRead
+    before_backward: BeforeBackward
+    streams: Streams
+
+    def reads(self, stream: Stream) -> None:
+        """The stream is about to read the parameters."""
+        _wait_all(stream, self.before_read(self.chunks))
+
+
+def _wrap(group: Any, guard: _Guard) -> Callable[[], None]:
+    """Add a guard to the group, whose methods are wrapped once however many optimizers there are."""
+    guards: list[_Guard] | None = group.__dict__.get(_GUARDS)
+    if guards is None:
+        guards = group.__dict__.setdefault(_GUARDS, [])
+        _install(group, guards)
+    guards.append(guard)
+
+    def undo() -> None:
+        guards[:] = [other for other in guards if other is not guard]
+        if not guards:
+            del group.unshard, group.wait_for_unshard
+            del group.__dict__[_GUARDS]
+
+    return undo
+
+
+def _install(group: Any, guards: list[_Guard]) -> None:
     single = group.mesh_info.shard_mesh_size == 1
     unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
 
     def unshard_after_update(async_op: bool = False) -> Any:
+        if group._training_state.name == "PRE_BACKWARD":  # also when nothing was resharded after the forward
+            for guard in guards:
+                guard.before_backward(guard.chunks)
         if not single and group._all_gather_result is None and not group.is_unsharded:
             stream = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
-            _wait_all(streams.foreign(stream), before_read(chunks, reader))
+            for guard in guards:
+                guard.reads(guard.streams.foreign(stream))
         return unshard(async_op)
 
     def wait_after_update() -> Any:
         if single and group._all_gather_result is not None:
-            _wait_all(streams.compute(), before_read(chunks, reader))
+            for guard in guards:
+                guard.reads(guard.streams.compute())
         return wait_for_unshard()
 
     group.unshard, group.wait_for_unshard = unshard_after_update, wait_after_update
-
-    def undo() -> None:
-        del group.unshard, group.wait_for_unshard
-
-    return undo
 
 
 def _wait_all(stream: Any, events: Iterable[Event]) -> None:

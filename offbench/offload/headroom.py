@@ -6,19 +6,17 @@ from __future__ import annotations
 class Headroom:
     """The workload's own memory, seen in the first forward and backward, when nothing is staged yet.
 
-    At the end of the forward activations are there and gradients are not; at step() it is the other way round. The
+    When the backward begins activations are there and gradients are not; at step() it is the other way round. The
     workload's peak lies as far above the larger of the two, so staging may hold the difference without raising it.
     """
 
     def __init__(self) -> None:
-        self._readers: set[int] = set()
         self._at_loss: int | None = None
 
-    def read(self, reader: int, allocated: int | None) -> None:
-        """A gather before the first step(); the first one by a reader that comes again opens the backward."""
-        if reader in self._readers and self._at_loss is None:
+    def backward(self, allocated: int | None) -> None:
+        """A module's backward is about to begin, before the first step(); the first one counts."""
+        if self._at_loss is None:
             self._at_loss = allocated
-        self._readers.add(reader)
 
     def left_at_loss(self, allocated: int | None) -> int | None:
         """Bytes that may be staged when the forward ends; None when nobody counts memory. Call at the first step()."""

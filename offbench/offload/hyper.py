@@ -24,7 +24,8 @@ class Hyper:
 
 
 def capture(group: dict[str, Any]) -> Hyper:
-    """The group's values now. Raises OffbenchError for a learning rate on the device."""
+    """The group's values now. Raises OffbenchError for a rate on the device or an option set since."""
+    refuse(group)
     lr = group["lr"]
     if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
         raise OffbenchError("lr is a tensor on the device: reading it would stop the host every step; pass a float")

@@ -31,7 +31,7 @@ class Staged:
 def segments(chunk: Chunk, least: int) -> list[tuple[int, int]]:
     """(start, bytes) of the parts in which a chunk may be staged: whole moments, together until they reach `least`
     bytes, so that large moments are apart and find room in smaller gaps."""
-    starts = sorted(offset for pair in chunk.offsets for offset in pair)
+    starts = sorted({offset for pair in chunk.offsets for offset in pair if offset < chunk.nbytes})
     found: list[tuple[int, int]] = []
     begin = 0
     for stop in [*starts[1:], chunk.nbytes]:

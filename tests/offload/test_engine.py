@@ -207,8 +207,8 @@ def test_deferred_steps_queue_lead_then_stay_ahead() -> None:
     def watch(engine) -> None:
         before_read = engine.before_read
 
-        def spy(chunks, reader):
-            events = before_read(chunks, reader)
+        def spy(chunks):
+            events = before_read(chunks)
             queued.append((max(chunks), engine.ledger.in_copies))
             return events
 

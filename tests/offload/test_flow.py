@@ -9,7 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialEvent, AdversarialStreams
 from offbench.offload.chunks import ALIGNMENT
 from offbench.offload.extents import Extents, Range, later
@@ -135,14 +138,13 @@ def held(rank: int, options: dict[str, int]) -> tuple[int, int, list[int], int]:
     optimizer = sharded.optimizer_of("stream", model, DeviceStreams(CPU), lead=99, **options)
     sharded.train(model, optimizer, rank, CPU, steps=range(1))
     engine = optimizer._engine
-    before_read, seen = engine.before_read, []
+    before_backward, seen = engine.before_backward, []
 
-    def spy(chunks, reader):
-        events = before_read(chunks, reader)
+    def spy(chunks):
+        before_backward(chunks)
         seen.append(engine._extents.nbytes)
-        return events
 
-    engine.before_read = spy
+    engine.before_backward = spy
     optimizer._watch(engine)
     sharded.train(model, optimizer, rank, CPU, steps=range(1, 2))
     optimizer.drain()
@@ -174,7 +176,7 @@ class Counted(DeviceStreams):
 
 @pytest.mark.parametrize(("at_step", "allowed"), [(9000, 3000), (5000, 0)])
 def test_staging_at_the_loss_is_what_gradients_take_beyond_activations(at_step: int, allowed: int) -> None:
-    own = [1000] * 8 + [6000] + [6500] * 7  # eight chunks are gathered in the forward, then again in the backward
+    own = [6000] + [6500] * 7  # before the backward of each of eight chunks
     found = []
 
     def watch(engine) -> None:
@@ -190,3 +192,35 @@ def test_staging_at_the_loss_is_what_gradients_take_beyond_activations(at_step: 
     assert {at_loss for at_loss, *_ in found} == {allowed}, "measured once"
     for _, peak, arena in found:
         assert peak <= max(arena, allowed)
+
+
+class Ungathered(nn.Module):
+    """Blocks that stay gathered after the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        for block in self.blocks:
+            fully_shard(block, reshard_after_forward=False)
+        fully_shard(self, reshard_after_forward=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def held_where_nothing_is_resharded(rank: int) -> int:
+    net = Ungathered()
+    schedule = dataclasses.replace(stream(), chunk_bytes=1 << 14)
+    optimizer = OffloadedAdamW(net.parameters(), schedule=schedule, model=net, streams=DeviceStreams(CPU))
+    for _ in range(2):
+        net(torch.ones(2, 64)).square().mean().backward()
+        left = optimizer._engine._extents.nbytes
+        optimizer.step()
+    return left
+
+
+def test_staging_is_given_back_where_the_backward_gathers_nothing() -> None:
+    assert on_ranks(2, held_where_nothing_is_resharded) == [0, 0]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from offbench.arms import find
 from offbench.errors import OffbenchError
@@ -188,21 +189,17 @@ def test_saved_states_that_do_not_fit_are_refused() -> None:
         optimizer.load_state_dict(saved)
 
 
-def dropped(rank: int) -> tuple[bool, bool, bool]:
+def dropped(rank: int, arm: str) -> tuple[bool, bool, bool]:
     """Drop the optimizer while updates are pending: parameters get them, the model forgets it, host memory goes."""
     expected = sharded.build(CPU)
     reference = torch.optim.AdamW(expected.parameters(), **sharded.OPTIONS, fused=True)
     sharded.train(expected, reference, rank, CPU, steps=range(2))
 
     net = sharded.build(CPU)
-    optimizer = sharded.optimizer_of("overlap", net, AdversarialStreams({}), lead=2, ahead=0)
+    optimizer = sharded.optimizer_of(arm, net, AdversarialStreams({}), lead=2, ahead=0)
     sharded.train(net, optimizer, rank, CPU, steps=range(2))
     store = weakref.ref(optimizer.store)
     del optimizer
-    gc.collect()
-    with torch.no_grad():
-        net(torch.ones(4, sharded.WIDTH))
-    net.reshard()  # a forward leaves the root's parameters gathered
     gc.collect()
     equal = all(
         torch.equal(a.to_local(), b.to_local()) for a, b in zip(net.parameters(), expected.parameters(), strict=True)
@@ -217,8 +214,150 @@ def groups_of(net: nn.Module) -> list[Any]:
     return param_groups(net)
 
 
-def test_a_dropped_optimizer_lets_go_of_model_and_memory() -> None:
-    assert on_ranks(2, dropped) == [(True, False, True)] * 2
+@pytest.mark.parametrize("arm", ["overlap", "stream", "zerocopy"])
+def test_a_dropped_optimizer_lets_go_of_model_and_memory(arm: str) -> None:
+    assert on_ranks(2, dropped, arm) == [(True, False, True)] * 2
+
+
+def replaced(rank: int, arm: str) -> list[str]:
+    """A second optimizer on the same model, the first one collected afterwards: the second one's waits stay."""
+    snapshots = []
+    for offloaded in (False, True):
+        net = sharded.build(CPU)
+        for steps in (range(2), range(2, 5)):
+            if offloaded:
+                new = sharded.optimizer_of(arm, net, AdversarialStreams({}), lead=2, ahead=0)
+            else:
+                new = torch.optim.AdamW(net.parameters(), **sharded.OPTIONS, fused=True)
+            optimizer = new
+            gc.collect()
+            sharded.train(net, optimizer, rank, CPU, steps=steps)
+        snapshots.append(sharded.snapshot(net, optimizer))
+    return sharded.differences(*snapshots)
+
+
+@pytest.mark.parametrize("arm", ["overlap", "stream"])
+def test_an_optimizer_that_replaces_another_is_waited_for(arm: str) -> None:
+    assert on_ranks(2, replaced, arm) == [[], []]
+
+
+class ValueHead(nn.Sequential):
+    """One row in all on two ranks: a shard of no bytes on the second, in one chunk with others."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(16, 16), nn.Linear(16, 1))
+
+
+def with_empty_shards(rank: int, arm: str) -> list[str]:
+    snapshots = []
+    for offloaded in (False, True):
+        net = ValueHead()
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+        if offloaded:
+            optimizer = sharded.optimizer_of(arm, net, AdversarialStreams({}))
+        else:
+            optimizer = torch.optim.AdamW(net.parameters(), **sharded.OPTIONS, fused=True)
+        for step in range(4):
+            net(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        snapshots.append(sharded.snapshot(net, optimizer))
+    return sharded.differences(*snapshots)
+
+
+@pytest.mark.parametrize("arm", ["chunked", "overlap", "stream"])
+def test_a_shard_of_no_bytes(arm: str) -> None:
+    assert on_ranks(2, with_empty_shards, arm) == [[], []]
+
+
+def kept_gradients(rank: int, arm: str) -> bool:
+    """Whoever keeps a gradient across step() keeps its values, though step() takes `p.grad`."""
+    net = sharded.build(CPU)
+    optimizer = sharded.optimizer_of(arm, net, AdversarialStreams({}), lead=99)
+    sharded.train(net, optimizer, rank, CPU, steps=range(1))
+    net(torch.ones(4, sharded.WIDTH)).backward()
+    kept = [p.grad for p in net.parameters()]
+    before = [gradient.to_local().clone() for gradient in kept]
+    optimizer.step()
+    net(torch.ones(4, sharded.WIDTH)).backward()
+    optimizer.drain()
+    return all(torch.equal(a.to_local(), b) for a, b in zip(kept, before, strict=True))
+
+
+@pytest.mark.parametrize("arm", ["overlap", "stream"])
+def test_kept_gradients_keep_their_values(arm: str) -> None:
+    assert on_ranks(2, kept_gradients, arm) == [True, True]
+
+
+def after_detach(rank: int) -> str:
+    net = sharded.build(CPU)
+    optimizer = sharded.optimizer_of("stream", net, None)
+    sharded.train(net, optimizer, rank, CPU, steps=range(1))
+    optimizer.detach()
+    with pytest.raises(OffbenchError) as refused:
+        sharded.train(net, optimizer, rank, CPU, steps=range(1))
+    return str(refused.value)
+
+
+def test_no_step_after_detach() -> None:
+    assert on_ranks(2, after_detach)[0].startswith("step() after detach()")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+def test_a_gradient_scaler_unscales_and_skips(schedule: Schedule) -> None:
+    """torch's fused AdamW takes the scale into its kernel; this one must not claim to."""
+    found = []
+    for scale in (None, 1024.0):  # a power of two changes no bit
+        net = model()
+        optimizer = OffloadedAdamW(net.parameters(), 1e-2, schedule=schedule)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        for step in range(4):
+            torch.manual_seed(step)
+            loss = net(torch.randn(8, 24)).square().mean()
+            if step == 2 and scale is not None:
+                scaler.scale(loss * float("inf")).backward()
+                scaler.step(optimizer)
+                scaler.update(scale)
+                optimizer.zero_grad()
+                torch.manual_seed(step)
+                loss = net(torch.randn(8, 24)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update(scale)
+            optimizer.zero_grad()
+        found.append([p.detach().clone() for p in net.parameters()])
+    assert same(*found)
+
+
+def test_an_option_set_later_is_refused_at_the_step() -> None:
+    net = model()
+    optimizer = OffloadedAdamW(net.parameters(), schedule=CHUNKED)
+    optimizer.param_groups[0]["amsgrad"] = True
+    net(torch.ones(1, 24)).sum().backward()
+    with pytest.raises(OffbenchError, match="amsgrad"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fault", ["amsgrad", "shape"])
+def test_a_state_that_does_not_fit_changes_nothing(fault: str) -> None:
+    _, net, optimizer = run(lambda n: OffloadedAdamW(n.parameters(), 1e-2, schedule=CHUNKED))
+    saved = torch.optim.AdamW(model().parameters(), 7.0, fused=True).state_dict()
+    saved["state"] = {
+        i: {"step": torch.tensor(9.0), "exp_avg": torch.ones(p.shape), "exp_avg_sq": torch.ones(p.shape)}
+        for i, p in enumerate(net.parameters())
+    }
+    if fault == "amsgrad":
+        saved["param_groups"][0]["amsgrad"] = True
+    else:
+        saved["state"][1]["exp_avg_sq"] = torch.ones(3)
+    before = [optimizer.state[p]["exp_avg"].clone() for p in net.parameters()]
+    with pytest.raises(OffbenchError, match="amsgrad" if fault == "amsgrad" else "parameter 1"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    assert same(before, [optimizer.state[p]["exp_avg"] for p in net.parameters()])
 
 
 def late_group(rank: int) -> list[str]:

@@ -227,8 +227,8 @@ def test_updates_are_queued_by_lead_and_then_ahead_of_the_reads() -> None:
     def watch(engine: ZeroCopyEngine) -> None:
         before_read = engine.before_read
 
-        def spy(chunks: Any, reader: int) -> Any:
-            events = before_read(chunks, reader)
+        def spy(chunks: Any) -> Any:
+            events = before_read(chunks)
             queued.append((max(chunks), engine.ledger.in_copies))
             return events
 

@@ -107,7 +107,7 @@ def run(schedule: Schedule, streams: Streams, tamper: Callable[[Engine], None] |
     for step in range(STEPS):
         gradients = _buffers(parameters)
         for chunk in chunks:
-            for event in engine.before_read([chunk.index], chunk.index):
+            for event in engine.before_read([chunk.index]):
                 compute.wait(event, Why.READ)
             for i in chunk.members:
                 compute.run(
@@ -116,7 +116,8 @@ def run(schedule: Schedule, streams: Streams, tamper: Callable[[Engine], None] |
                     writes=[access(gradients[i])],
                 )
         for chunk in reversed(chunks):  # the backward gathers the parameters once more
-            for event in engine.before_read([chunk.index], chunk.index):
+            engine.before_backward([chunk.index])
+            for event in engine.before_read([chunk.index]):
                 compute.wait(event, Why.READ)
         for gradient in gradients:
             compute.run(lambda gradient=gradient: _clip(gradient), writes=[access(gradient)])

@@ -56,7 +56,7 @@ class ZeroCopyEngine(Engine):
             self._queue(len(works))
             self._streams.compute().record().synchronize()
 
-    def before_read(self, chunks: Sequence[int], reader: int = 0) -> list[Event]:
+    def before_read(self, chunks: Sequence[int]) -> list[Event]:
         """Called when the parameters of these chunks are about to be read: queue their updates and `ahead` more.
 
         Returns the events the reader must wait for.
