@@ -93,6 +93,8 @@ def _fsdp_copies(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
     for report in reports:
         if spec.arm.fsdp_copies == "kernel" and report.kernel_copies < least:
             return f"rank {report.rank}: {report.kernel_copies} copies went through kernels, at least {least} had to"
+        if spec.arm.fsdp_copies == "stock" and report.kernel_copies:
+            return f"rank {report.rank}: {report.kernel_copies} copies went through kernels, none had to"
     return None
 
 

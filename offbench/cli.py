@@ -102,7 +102,7 @@ def run(
     ep: Annotated[int | None, typer.Option(help="Expert-parallel degree.")] = None,
     ac: Annotated[str | None, typer.Option(help="Activation checkpointing: full or none.")] = None,
     compile: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="Compile each block; by default on a GPU only.")
+        bool | None, typer.Option("--compile/--no-compile", help="Compile pieces of each block; on a GPU by default.")
     ] = None,
     balanced_routing: Annotated[
         bool | None,

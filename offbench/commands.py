@@ -20,16 +20,19 @@ from offbench.estimate import cautions, estimate, shortfalls
 from offbench.hardware import Hardware, detect
 from offbench.launcher import Launcher
 from offbench.naming import arm_name
-from offbench.options import Options
-from offbench.progress import choose_display
+from offbench.options import Options, flag_of
+from offbench.progress import choose_display, wrapped
 from offbench.record import RunRecord
 from offbench.resolve import Resolved, resolve
-from offbench.results_file import ResultsFile, read_records
+from offbench.results_file import ResultsFile, check_writable, read_records
 from offbench.runner import Planned, Runner, interleave, run_root, without_done
-from offbench.units import gib
+from offbench.units import gib, show_size
 from offbench.verdict import verdicts
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
+ARMS_WIDTH = 80
+GLUE = "\N{NO-BREAK SPACE}"
+"""Keeps an option and its value on one line."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ def run_command(options: Options, flags: RunFlags, launcher: Launcher) -> int:
     resolved = resolve(options, hardware)
     refuse_hopeless(resolved, hardware)
     path = flags.results or default_results()
+    launcher.profile = None if flags.dry_run else flags.profile and writable_folder("--profile", flags.profile)
+    results = open_results(path, flags.dry_run)
     past = read_past(path)
     env = environment.capture(hardware.gpus[0].bus_id if resolved.specs[0].mode.device == "cuda" else None)
     plan = interleave(resolved.specs, flags.launches, [] if flags.resume else past)
@@ -61,14 +66,12 @@ def run_command(options: Options, flags: RunFlags, launcher: Launcher) -> int:
     display = choose_display()
     for line in [*resolved.notes, *caution_lines(resolved, hardware)]:
         display.say(line)
-    if flags.dry_run:
+    if results is None:
         for line in dry_run_lines(todo, path, launcher):
-            display.say(line)
+            print(line)  # never wrapped: commands are there to be copied
         return OK
     if len(todo) < len(plan):
         display.say(f"resumed: {len(plan) - len(todo)} of {len(plan)} launches are in {path}")
-    results = ResultsFile(path)
-    launcher.profile = flags.profile and writable_folder("--profile", flags.profile)
     try:
         report = Runner(launcher, results, display, hardware, env, flags.timeout_s).run(todo)
     finally:
@@ -77,7 +80,8 @@ def run_command(options: Options, flags: RunFlags, launcher: Launcher) -> int:
     kept = [record for record in past if record.status == "ok" and (record.run_id, record.launch) in left_out]
     for line in verdicts([*kept, *report.records], hardware.numa_nodes):
         display.say(line)
-    display.say(f"records: {path}; compare: offbench report {shlex.quote(str(path))}")
+    display.say(f"records: {path}")
+    display.say(f"compare: offbench report {shlex.quote(str(path))}")
     if report.interrupted:
         return INTERRUPTED
     return OK if all(record.status == "ok" for record in report.records) else FAILED
@@ -117,15 +121,24 @@ def writable_folder(flag: str, path: Path) -> Path:
     return path
 
 
-def read_past(path: Path) -> list[RunRecord]:
-    """Records already in the results file; lines that cannot be read are named and left alone.
+def open_results(path: Path, dry_run: bool) -> ResultsFile | None:
+    """The results file, open before anything is said; None in a dry run, which only looks whether it could be.
 
-    Raises RecordError for a folder, a device or a pipe: records are read back and synced to disk.
+    Raises RecordError where it cannot be written, and for a folder, a device or a pipe: records are read back and
+    synced to disk.
     """
+    if path.exists() and not path.is_file():
+        raise RecordError(f"cannot write results to {path}: not a regular file; choose another --results")
+    if dry_run:
+        check_writable(path)
+        return None
+    return ResultsFile(path)
+
+
+def read_past(path: Path) -> list[RunRecord]:
+    """Records already in the results file; lines that cannot be read are named and left alone."""
     if not path.exists():
         return []
-    if not path.is_file():
-        raise RecordError(f"cannot write results to {path}: not a regular file; choose another --results")
     found = read_records([path])
     for problem in found.problems:
         print(f"warning: {problem}", file=sys.stderr)
@@ -150,14 +163,24 @@ def dry_run_lines(plan: list[Planned], path: Path, launcher: Launcher) -> Iterat
 
 
 def list_arms() -> Iterator[str]:
-    """A paragraph per arm."""
+    """A paragraph per arm, in lines of at most 80 columns; options by the names that `offbench run` knows."""
     for arm in ARMS.values():
-        unproven = f"; {arm.unproven}" if arm.unproven else ""
-        yield f"{arm.name}  ({'exact' if arm.exact else 'inexact'}{unproven})"
-        yield f"  moves   {arm.moves}"
-        yield f"  when    {arm.when}"
-        yield f"  on GPU  {arm.memory}"
-        if arm.defaults:
-            yield "  options " + ", ".join(f"{key} {value}" for key, value in arm.defaults.items())
+        yield f"{arm.name}  ({'exact' if arm.exact else 'inexact'})"
+        if arm.unproven:
+            yield from wrapped(f"  caveat  {arm.unproven}", ARMS_WIDTH, indent=10)
+        options = " ".join(
+            f"{flag_of(key)}{GLUE}{shown}" for key, value in arm.defaults.items() if (shown := _shown(value))
+        )
+        for head, text in (("moves", arm.moves), ("when", arm.when), ("on GPU", arm.memory), ("options", options)):
+            if text:
+                said = re.sub(r"`(\w+)`", lambda field: flag_of(field[1]), text)
+                yield from (line.replace(GLUE, " ") for line in wrapped(f"  {head:<7} {said}", ARMS_WIDTH, indent=10))
     for name, (base, numa) in ALIASES.items():
         yield f"{name}  (the same as --arm {base}{' --numa' if numa else ''})"
+
+
+def _shown(default: object) -> str:
+    """A default as its option takes it; empty where there is none, or nothing of that kind."""
+    if isinstance(default, int) and default >= 1024:  # a size; counts are small
+        return show_size(default)
+    return "" if default is None or default == 0 else str(default)

@@ -11,24 +11,15 @@ import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
+from offbench import remarks
 from offbench.config import ArmSpec, RunSpec
-from offbench.naming import arm_name, axes
+from offbench.naming import axes
 from offbench.planner.ideal import policy_ideal
 from offbench.planner.sources import baseline
 from offbench.record import RunRecord
 from offbench.stats import largest
-
-N = TypeVar("N", int, float)
-
-RATE_TOLERANCE = 0.01
-"""tok/s and tokens / step time of one row must agree this closely."""
-LOSS_TOLERANCE = 1e-3
-"""Largest relative difference of a step's loss from that of `none` before it is flagged, where `none` ran once."""
-LOSS_BAND = 3
-"""Where it ran more often: how many times the difference between its own launches, which two or three of them show
-too small."""
 
 PLACED = 0.01
 """Share of a rank's pinned memory that makes it remote, or its place unknown."""
@@ -150,7 +141,7 @@ def _group(records: Sequence[RunRecord]) -> Group:
         "dirty": any(record.env.get("dirty") for record in records),
         "dates": dates,
     }
-    return Group(caption, rows, noise, _failures(records), _notes(records, by_row.values(), caption))
+    return Group(caption, rows, noise, remarks.failures(records), remarks.notes(records, by_row.values(), caption))
 
 
 def _row(records: Sequence[RunRecord]) -> Row:
@@ -229,73 +220,3 @@ def _against(row: Row, base: Row | None, noise: float | None) -> Row:
         same=row is not base and noise is not None and abs(ratio - 1) <= noise,
         exposed_s=row.step_s.median - base.step_s.median,
     )
-
-
-def _failures(records: Sequence[RunRecord]) -> list[str]:
-    """One line for each launch that does not count."""
-    return [
-        f"{arm_name(record.spec, record.label)}, launch {record.launch}: {record.status}"
-        + (f" in {record.phase}" if record.phase else "")
-        + (f": {record.reason}" if record.reason else "")
-        for record in records
-        if record.status != "ok"
-    ]
-
-
-def _notes(records: Sequence[RunRecord], rows: Iterable[Sequence[RunRecord]], caption: dict[str, Any]) -> list[str]:
-    """What a reader must know before trusting the table."""
-    notes = [note for record in records if (note := rate_note(record)) is not None]
-    kinds = {record.adamw for record in records if record.status == "ok" and record.adamw}
-    if len(kinds) > 1:
-        notes.append(f"AdamW implementations differ between arms ({', '.join(sorted(kinds))}): not only copies differ")
-    if len(caption["commits"]) > 1 or caption["dirty"]:
-        notes.append("rows come from different commits or an uncommitted tree: compare with care")
-    for members in rows:
-        notes += [note for record in members for note in _loss_notes(record, records)]
-    notes += [f"{arm_name(r.spec, r.label)}, launch {r.launch}: {w}" for r in records for w in r.warnings]
-    return notes
-
-
-def rate_note(record: RunRecord) -> str | None:
-    """A line when tok/s and tokens / step time of one record disagree by more than 1 %."""
-    tokens = record.tokens_per_step or record.spec.tokens_per_step
-    if record.status != "ok" or record.step_s is None or record.tok_s is None:
-        return None
-    computed = tokens / record.step_s
-    if abs(computed / record.tok_s - 1) <= RATE_TOLERANCE:
-        return None
-    return (
-        f"{arm_name(record.spec, record.label)}, launch {record.launch}: {record.tok_s:.0f} tok/s is written, "
-        f"{tokens} tokens in {record.step_s:.4g} s make {computed:.0f}: one of them is wrong"
-    )
-
-
-def _loss_notes(record: RunRecord, records: Sequence[RunRecord]) -> list[str]:
-    """A line when some step's loss leaves that of `none` (same seed, same data) by more than launches of `none` leave
-    each other."""
-    base = [
-        other
-        for other in records
-        if other.spec.arm.name == "none"
-        and other.status == "ok"
-        and other.spec.workload.activation_offload == record.spec.workload.activation_offload
-    ]
-    if not base or record.status != "ok" or record.spec.arm.name == "none":
-        return []
-    band = max((_loss_distance(other, base[0]) for other in base[1:]), default=None)
-    worst = _loss_distance(record, base[0])
-    if worst <= (LOSS_TOLERANCE if band is None else LOSS_BAND * band):
-        return []
-    beside = "" if band is None else f", launches of none differ by {100 * band:.2g}%"
-    name = f"{arm_name(record.spec)}, launch {record.launch}"
-    return [f"{name}: losses leave those of none by up to {100 * worst:.2g}%{beside}: it does not train the same"]
-
-
-def _loss_distance(one: RunRecord, other: RunRecord) -> float:
-    """Largest relative difference of a step's loss; 0 where no step has both."""
-    pairs = [
-        (mine.loss, theirs.loss)
-        for mine, theirs in zip(one.steps, other.steps, strict=False)
-        if mine.loss is not None and theirs.loss is not None
-    ]
-    return max((abs(mine - theirs) / max(abs(theirs), 1e-12) for mine, theirs in pairs), default=0.0)

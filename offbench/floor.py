@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from offbench.record import Floor as FloorRow
 from offbench.record import Link, Moved
-from offbench.topology.model import Direction, Rate, RateKind
+from offbench.topology.links import Direction, Rate, RateKind
 
 GPU_LINK = "gpu_link"
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from offbench.errors import UsageError
 from offbench.floor import Capacity, Floor, Flow, Tree, least_time, pipelined
-from offbench.topology.model import BEST_FIRST, Direction, Gpu, Link, LinkKind, Machine, Rate, RateKind
+from offbench.topology.links import BEST_FIRST, Direction, Link, LinkKind, Rate, RateKind
+from offbench.topology.model import Gpu, Machine
 
 NEAR_GPU: tuple[LinkKind, ...] = ("gpu_link", "uplink", "c2c")
 """Links below the socket: what is left of the tree in the `uplink only` variant."""

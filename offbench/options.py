@@ -13,6 +13,9 @@ from offbench.errors import UsageError
 
 F = TypeVar("F", bound=Frozen)
 
+_FLAGS = {"loss_bytes": "--at-loss"}
+"""Options of an arm that are not called as their field."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -56,6 +59,11 @@ class Options:
     warmup: int | None = None
     steps: int | None = None
     broadcast_every: int | None = None
+
+
+def flag_of(name: str) -> str:
+    """The option that sets a field of ArmSpec: `chunk_bytes` -> `--chunk`."""
+    return _FLAGS.get(name, "--" + name.removesuffix("_bytes").replace("_", "-"))
 
 
 def one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

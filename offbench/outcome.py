@@ -33,11 +33,11 @@ def classify(folder: Path, end: Exit, timeout_s: float) -> Outcome:
     """Judge a launch by its exit and its folder. A failed rank counts only if it failed by itself: the earliest such
     failure decides, since its peers then fail too, only because it is gone."""
     where = last_progress(folder)
-    phase, logs = where.phase if where else None, str(folder)
+    phase, logs = where.phase if where else "start", str(folder)
     if end.interrupted:
         return Outcome("interrupted", "interrupted by the user", phase)
     if end.timed_out:
-        at = f"{where.phase} step {where.step} of {where.of}" if where and where.of else phase or "the start"
+        at = f"{where.phase} step {where.step} of {where.of}" if where and where.of else phase
         reason = f"not done after {show_seconds(timeout_s)}, in {at}; stacks are in the record, logs in {folder.name}"
         return Outcome("timeout", reason, phase, Failure(phase=phase, log=logs, stacks=end.stacks))
     result = folder / "result.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ class TerminalDisplay:
         self.say(line)
 
     def say(self, line: str) -> None:
-        self.console.print(line, markup=False, soft_wrap=True)
+        self.console.print("\n".join(wrapped(line, self.console.width)), markup=False, soft_wrap=True)
 
 
 def describe(progress: Progress, left: float | None) -> str:
@@ -182,6 +183,13 @@ def describe(progress: Progress, left: float | None) -> str:
     if left is not None:
         parts.append(f"{show_seconds(left)} left")
     return ", ".join(parts)
+
+
+def wrapped(line: str, width: int, indent: int | None = None) -> list[str]:
+    """The line as lines of at most so many columns, cut at spaces only; a word that is longer stays whole. Later lines
+    are set in by `indent`, by default two columns more than the first one."""
+    under = " " * (len(line) - len(line.lstrip()) + 2 if indent is None else indent)
+    return textwrap.wrap(line, width, subsequent_indent=under, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def show_seconds(seconds: float) -> str:

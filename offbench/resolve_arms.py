@@ -7,7 +7,7 @@ from typing import Any
 from offbench import arms, seed
 from offbench.config import ArmSpec
 from offbench.errors import UsageError
-from offbench.options import Options, build, one_of
+from offbench.options import Options, build, flag_of, one_of
 from offbench.units import parse_size
 from offbench.workload.presets import ModelShape
 
@@ -35,8 +35,7 @@ def arms_of(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
     found = [arms.find(name) for name in options.arm or arms.DEFAULT_ARMS]
     for key, value in (("chunk_bytes", chunk), *knobs.items()):
         if value is not None and not any(key in arm.defaults for arm, _ in found):
-            flag = _FLAGS.get(key, "--" + key.removesuffix("_bytes").replace("_", "-"))
-            raise UsageError(f"{flag}: no chosen arm uses it ({', '.join(arm.name for arm, _ in found)})")
+            raise UsageError(f"{flag_of(key)}: no chosen arm uses it ({', '.join(arm.name for arm, _ in found)})")
     specs = [
         build(
             arm.resolve,
@@ -51,9 +50,6 @@ def arms_of(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
     if not options.arm:
         specs = list(dict.fromkeys(specs))  # --numa makes two of the default arms equal
     return [(spec, options.activation_offload) for spec in specs]
-
-
-_FLAGS = {"loss_bytes": "--at-loss"}
 
 
 def _table(options: Options, chunk: int) -> list[tuple[ArmSpec, bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
@@ -34,7 +35,7 @@ class ResultsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
-            raise RecordError(f"cannot write results to {path}: {error.strerror}; choose another --results") from error
+            raise _unwritable(path, error.strerror) from error
 
     def append(self, record: RunRecord) -> None:
         """Write one line and wait until it is on disk. A torn last line of a killed writer is closed first."""
@@ -56,6 +57,19 @@ class ResultsFile:
     def close(self) -> None:
         """Close the file; append must not be called afterwards."""
         os.close(self._fd)
+
+
+def check_writable(path: Path) -> None:
+    """Raise RecordError where ResultsFile would, as far as permissions tell, and create nothing."""
+    nearest = next(part for part in (path, *path.absolute().parents) if os.path.exists(part))
+    if nearest != path and not nearest.is_dir():
+        raise _unwritable(path, os.strerror(errno.ENOTDIR))
+    if not os.access(nearest, os.W_OK):
+        raise _unwritable(path, os.strerror(errno.EACCES))
+
+
+def _unwritable(path: Path, why: str | None) -> RecordError:
+    return RecordError(f"cannot write results to {path}: {why}; choose another --results")
 
 
 def read_records(paths: Iterable[Path]) -> ReadResult:

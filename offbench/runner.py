@@ -65,9 +65,10 @@ def without_done(plan: Sequence[Planned], past: Iterable[RunRecord], env: dict[s
 
 
 def identity(env: dict[str, Any], spec: RunSpec) -> tuple[Any, ...]:
-    """What must agree for an old record to stand for a new launch: torch, offbench, and the device it ran on."""
-    device = env.get("gpu") if spec.mode.device == "cuda" else env.get("cpu_model")
-    return env.get("torch"), env.get("offbench"), device
+    """What must agree for an old record to stand for a new launch: torch, offbench, and the device it ran on: the GPU
+    and its driver, or the CPU and how many there are."""
+    device = ("gpu", "driver") if spec.mode.device == "cuda" else ("cpu_model", "cpus")
+    return tuple(env.get(key) for key in ("torch", "offbench", *device))
 
 
 @dataclass(frozen=True)

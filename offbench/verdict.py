@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from offbench.compare import Group, Row, compare
 from offbench.config import RunSpec
+from offbench.naming import arm_name
 from offbench.record import RunRecord
 from offbench.units import gib
 
@@ -31,7 +32,8 @@ def _line(row: Row, group: Group, numa_nodes: int) -> str:
     if row.steady_peak_bytes:
         parts.append(f"peak {gib(row.steady_peak_bytes)} GiB")
     failed = group.failures if row.step_s is None else []
-    mine = next((line.partition(": ")[2] for line in failed if line.startswith(name + ",")), None)
+    said = arm_name(row.spec, row.label)  # a failed launch may know less than its row, such as what --numa did
+    mine = next((line.partition(": ")[2] for line in failed if line.startswith(said + ",")), None)
     if mine:
         parts = [mine.rstrip(".")]
     return f"{name}: {', '.join(parts)}. {next_step(row, numa_nodes)}"
@@ -58,12 +60,23 @@ def next_step(row: Row, numa_nodes: int = 1) -> str:
         return "Try --numa."
     if row.arm == "chunked":
         return "Try --arm overlap: it hides copies behind the next forward."
+    if row.arm == "zerocopy":  # its bytes do not pass the copy engines, so small copies need not wait
+        return "Try a larger --state-budget, or --arm stream."
+    if waits := _small_copies(row.spec):
+        return f"Try {waits}."
     if row.arm == "stream":
-        return "Try a larger --state-budget, with --fsdp-copies kernel."
-    if row.arm == "zerocopy":
-        return "Try a larger --state-budget, or --arm stream: copy engines are faster than its kernel."
+        return "Try a larger --state-budget."
     slots = row.spec.arm.slots
     return f"Try --slots {2 * slots}." if slots is not None else "Compare with the other arms: offbench arms."
+
+
+def _small_copies(spec: RunSpec) -> str:
+    """The options that keep small copies from waiting behind bulk ones, as far as they are not in use."""
+    arm = spec.arm
+    if spec.mode.device == "cpu":  # nothing is copied there
+        return ""
+    unused = [("--fsdp-copies kernel", arm.fsdp_copies == "stock"), ("--readbacks kernel", arm.readbacks == "copy")]
+    return " ".join(flag for flag, missing in unused if missing)
 
 
 def _after_failure(status: str, spec: RunSpec) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_run_records_judges_and_shows_plain_lines(
     assert "launch 1 of 12: none, repeat 1" in out
     assert "  measure step 15 of 15, 1000 tok/s, 0 s left" in out
     assert "chunked: ok, 3 s a step, x none 1.50, exposed 1.000 s, peak 1.0 GiB. Try --arm overlap" in out
-    assert out.rstrip().endswith("records: out.jsonl; compare: offbench report out.jsonl")
+    assert out.rstrip().endswith("\nrecords: out.jsonl\ncompare: offbench report out.jsonl")
 
 
 def test_a_failed_arm_makes_exit_code_1(launcher: FakeLauncher, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +143,43 @@ def test_bad_input_is_one_line_and_exit_code_2_before_anything_starts(
     captured = capsys.readouterr()
     assert captured.err.splitlines()[0].startswith(line)
     assert len(captured.err.splitlines()) == 1
+    assert captured.out == "", "nothing is said before it is refused"
     assert launcher.launched == []
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("file/x.jsonl", "Not a directory"),
+        ("file/deep/x.jsonl", "Not a directory"),
+        (".", "not a regular file"),
+        ("closed/x.jsonl", "Permission denied"),
+        ("closed/deep/x.jsonl", "Permission denied"),
+        ("sealed.jsonl", "Permission denied"),
+    ],
+)
+def test_results_that_cannot_be_written_are_refused_in_a_dry_run_too(
+    launcher: FakeLauncher,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    path: str,
+    why: str,
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "sealed.jsonl").touch()
+    allowed = os.access  # root may write everywhere
+    shut = {"closed", "sealed.jsonl"}
+    monkeypatch.setattr(
+        "os.access", lambda at, mode: (mode != os.W_OK or Path(at).name not in shut) and allowed(at, mode)
+    )
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(["run", "--arm", "none", "--dry-run", "--results", path]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"error: cannot write results to {path}: {why}; choose another --results\n"
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_dry_run_shows_specs_and_commands_and_starts_nothing(
@@ -187,6 +224,8 @@ def test_profile_goes_to_a_folder_that_is_checked_first(
     (tmp_path / "file").touch()
     assert cli.main([*words, "file/below"]) == 2
     assert "error: --profile file/below: Not a directory; choose another folder" in capsys.readouterr().err
+    assert cli.main([*words, "traces/dry", "--dry-run"]) == 0
+    assert not (tmp_path / "traces/dry").exists()
     assert len(launcher.launched) == 1
 
 
@@ -204,6 +243,17 @@ def test_arms_describes_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("none", "main", "chunked", "overlap", "stream"):
         assert f"\n{name}  (exact)" in "\n" + out
     assert "numa  (the same as --arm chunked --numa)" in out
+
+
+def test_arms_speaks_as_the_command_line_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["arms"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "  options --chunk 1GiB --pieces 4 --slots 2 --first-step bounded\n" in out
+    assert "  options --chunk 1GiB --pieces 4 --slots 4 --lead 8 --ahead 4\n          --first-step bounded\n" in out
+    assert "--staging from step() on" in out
+    assert "to --at-loss\n" in out
+    assert not re.search(r"_bytes|_budget|1073741824|`|None", out)
 
 
 def test_the_package_runs_as_a_module() -> None:

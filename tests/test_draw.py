@@ -11,7 +11,8 @@ from rich.console import Console
 from offbench.placement import parse_cpulist
 from offbench.topo.draw import draw, figures
 from offbench.topology.imports import load_machine
-from offbench.topology.model import Bridge, Evidence, Gpu, Group, Host, Link, Machine, NumaNode, Pcie, Rate, Source
+from offbench.topology.links import Bridge, Group, Link, Pcie, Rate
+from offbench.topology.model import Evidence, Gpu, Host, Machine, NumaNode, Source
 from tests.topology.roots import NAMES, described, look
 
 GIB = 2**30

@@ -22,7 +22,7 @@ def big(arm: str, **workload: object) -> RunSpec:
     )
 
 
-@pytest.mark.parametrize(("arm", "measured"), [("none", 61.1), ("main", 56.9), ("chunked", 36.1), ("overlap", 36.1)])
+@pytest.mark.parametrize(("arm", "measured"), [("none", 60.8), ("main", 56.9), ("chunked", 32.4), ("overlap", 33.2)])
 def test_gpu_estimates_are_near_what_was_measured_on_an_h200(arm: str, measured: float) -> None:
     assert estimate(big(arm)).gpu_bytes / GIB == pytest.approx(measured, rel=0.05)
 
@@ -49,6 +49,14 @@ def test_a_whole_first_step_holds_all_state_on_the_gpu() -> None:
     assert estimate(spec).gpu_bytes == estimate(big("main")).gpu_bytes
 
 
+def test_deferred_staging_is_still_there_when_the_next_forward_begins() -> None:
+    spec = big("overlap")
+    hasty = spec.model_copy(update={"arm": arms.ARMS["overlap"].resolve(lead=1)})
+    assert estimate(hasty).gpu_bytes > estimate(spec).gpu_bytes, "fewer gradients are gone by then"
+    small, staged = (estimate(big(arm, layers=4)).gpu_bytes for arm in ("chunked", "overlap"))
+    assert staged > small
+
+
 @given(
     layers=st.integers(1, 47), tokens=st.sampled_from([1024, 16384, 65536]), arm=st.sampled_from(["none", "overlap"])
 )
@@ -56,7 +64,8 @@ def test_more_work_never_needs_less_memory(layers: int, tokens: int, arm: str) -
     small, deep = (estimate(big(arm, layers=n, seq_len=tokens)) for n in (layers, layers + 1))
     longer = estimate(big(arm, layers=layers, seq_len=2 * tokens))
     assert small.gpu_bytes < deep.gpu_bytes
-    assert small.gpu_bytes < longer.gpu_bytes
+    assert small.gpu_bytes <= longer.gpu_bytes
+    assert small.gpu_bytes < longer.gpu_bytes or arm == "overlap", "its staging at step() may set the peak"
     assert small.host_bytes <= deep.host_bytes
 
 

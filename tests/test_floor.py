@@ -10,8 +10,9 @@ from offbench.errors import UsageError
 from offbench.floor import Capacity, Flow, least_time, of_launch, pipelined
 from offbench.machine_floor import BETWEEN, HIDDEN, UNPLACED, dram_floor, floor_json, floors, measured_tree, path
 from offbench.record import Link, Moved
-from offbench.topology.model import Evidence, Gpu, Group, Machine, Rate, Source
-from offbench.topology.model import Link as MachineLink
+from offbench.topology.links import Group, Rate
+from offbench.topology.links import Link as MachineLink
+from offbench.topology.model import Evidence, Gpu, Machine, Source
 
 GIB = 2**30
 SEED = 28.435 * GIB

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offbench.record import RunRecord, read_records
+from offbench.record import RunRecord
+from offbench.results_file import read_records
 from offbench.units import GIB
 
 ROOT = Path(__file__).parent.parent

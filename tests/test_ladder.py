@@ -19,7 +19,8 @@ from offbench.ladder.findings import explain, layout, learn
 from offbench.ladder.plan import Layout, Outcome, Rung, Sample, climb, estimate_s, plan
 from offbench.ladder.worker import LinkHealth, Reading, elsewhere, serve
 from offbench.machine_floor import floors
-from offbench.topology.model import Evidence, Gpu, Group, Link, Machine, Note, NumaNode, PageBytes, Pcie, Source
+from offbench.topology.links import Group, Link, Pcie
+from offbench.topology.model import Evidence, Gpu, Machine, Note, NumaNode, PageBytes, Source
 from tests.hosts import NVMLError
 
 GIB = 2**30

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 
+from offbench import launcher
 from offbench.config import Mode, RunSpec, Workload
-from offbench.launcher import Exit, TorchrunLauncher, launch_env, members
+from offbench.launcher import Exit, TorchrunLauncher, end_all, launch_env, members
 from offbench.outcome import classify
 from offbench.progress import Progress
 
@@ -82,12 +84,34 @@ def test_a_killed_rank_is_named_even_when_its_peer_reports(tmp_path: Path) -> No
     assert classify(tmp_path, Exit(code=1), 100).reason == "rank 1: ValueError: bad"
 
 
-def test_an_interrupt_ends_the_launch(tmp_path: Path) -> None:
+def test_a_rank_killed_before_it_said_anything_was_starting(tmp_path: Path) -> None:
+    (tmp_path / "torchrun.log").write_text("  rank : 0 (local_rank: 0)\n  exitcode  : -9 (pid: 6)  (SIGKILL)\n")
+    outcome = classify(tmp_path, Exit(code=1), 100)
+    assert (outcome.status, outcome.phase) == ("crash", "start")
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.phase) == (0, "start")
+    assert classify(tmp_path, Exit(code=None, interrupted=True), 1).phase == "start"
+    late = classify(tmp_path, Exit(code=None, timed_out=True), 1)
+    assert (late.reason or "").startswith("not done after 1 s, in start; ")
+
+
+def test_an_interrupt_ends_the_launch_and_a_second_one_does_not_stop_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted_again(process: subprocess.Popen[bytes], folder: Path) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            stopped.append(True)
+        end_all(process, folder)
+
     def interrupt_once_running() -> None:
         while not list(tmp_path.glob("rank-*.json")):
             pass_time.wait(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
+    stopped: list[bool] = []
+    monkeypatch.setattr(launcher, "end_all", interrupted_again)
     pass_time = threading.Event()
     helper = threading.Thread(target=interrupt_once_running, daemon=True)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -98,7 +122,9 @@ def test_an_interrupt_ends_the_launch(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert end.interrupted
+    assert not stopped
     assert members(tmp_path) == []
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_the_environment_is_explicit(tmp_path: Path) -> None:

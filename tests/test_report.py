@@ -344,6 +344,17 @@ def test_machine_formats_name_units_and_keep_nulls() -> None:
     assert {"steady_peak_allocated_bytes", "exposed_s", "tok_per_s_min"} <= set(lines[0])
 
 
+def test_machine_formats_hold_every_option_of_an_arm() -> None:
+    of = chosen("overlap", fsdp_copies="kernel", readbacks="kernel", lead=3, ahead=0)
+    groups = compare([record(spec("main")), record(of)])
+    for rows in (json.loads(to_json(groups, []))["groups"][0]["rows"], csv.DictReader(io.StringIO(to_csv(groups)))):
+        main, overlap = ([str(found[key]) for key in ("fsdp_copies", "readbacks", "lead", "ahead")] for found in rows)
+        assert overlap == ["kernel", "kernel", "3", "0"]
+        assert main in (["stock", "copy", "None", "None"], ["stock", "copy", "", ""])
+    named = {"name": "arm", "state_budget": "state_budget_bytes"}
+    assert {named.get(field, field) for field in type(of.arm).model_fields} <= set(figures(groups[0].rows[0]))
+
+
 def test_report_reads_files_and_warns_about_torn_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(record(spec()).model_dump_json() + '\n{"torn')
@@ -388,8 +399,39 @@ def test_a_verdict_says_the_cost_and_what_to_try() -> None:
         "which holds less state.",
         "chunked: ok, 3 s a step, x none 1.50, exposed 1.000 s, floor 0.63 s (gpu_link duplex), peak 36.0 GiB. "
         "Try --arm overlap: it hides copies behind the next forward.",
-        "overlap: ok, 2.5 s a step, x none 1.25, exposed 0.500 s, peak 36.0 GiB. Try --slots 8.",
+        "overlap: ok, 2.5 s a step, x none 1.25, exposed 0.500 s, peak 36.0 GiB. "
+        "Try --fsdp-copies kernel --readbacks kernel.",
     ]
+
+
+def test_the_reason_of_a_failed_arm_is_said_whatever_numa_did() -> None:
+    reason = "finite: loss is nan in step 2 (warm-up counted) on rank 0"
+    failed = record(spec("overlap", numa=True), None, status="invalid", reason=reason)
+    done = failed.model_copy(update={"host": failed.host.model_copy(update={"numa": "not applicable: one node"})})
+    for one, name in ((failed, "overlap (numa)"), (done, "overlap (numa not applicable)")):
+        assert verdicts([one]) == [f"{name}: invalid: {reason}. Its figures do not count; see the record's checks."]
+
+
+def chosen(arm: str, device: str = "cuda", **options: Any) -> RunSpec:
+    of = spec(arm).model_copy(update={"arm": arms.ARMS[arm].resolve(**options)})
+    return of.model_copy(update={"mode": of.mode.model_copy(update={"device": device})})
+
+
+@pytest.mark.parametrize(
+    ("of", "advice"),
+    [
+        (chosen("overlap"), "Try --fsdp-copies kernel --readbacks kernel."),
+        (chosen("overlap", fsdp_copies="kernel"), "Try --readbacks kernel."),
+        (chosen("overlap", fsdp_copies="kernel", readbacks="kernel"), "Try --slots 8."),
+        (chosen("overlap", device="cpu"), "Try --slots 8."),
+        (chosen("stream"), "Try --fsdp-copies kernel --readbacks kernel."),
+        (chosen("stream", fsdp_copies="kernel", readbacks="kernel"), "Try a larger --state-budget."),
+        (chosen("stream", device="cpu"), "Try a larger --state-budget."),
+    ],
+)
+def test_small_copies_get_out_of_the_way_before_more_memory_is_spent(of: RunSpec, advice: str) -> None:
+    base = chosen("none", of.mode.device)
+    assert verdicts([record(base), record(of, 2.5)])[1].endswith(" " + advice)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +454,7 @@ def test_a_verdict_says_the_cost_and_what_to_try() -> None:
         (
             [record(spec("zerocopy"), 2.5), record(spec())],
             1,
-            "Try a larger --state-budget, or --arm stream: copy engines are faster than its kernel.",
+            "Try a larger --state-budget, or --arm stream.",
         ),
         (
             [record(spec("main"), 2.5), record(spec())],

@@ -161,7 +161,20 @@ def test_resume_skips_only_what_is_done_here() -> None:
     assert left(done(ALL[0], torch="9.9")) == plan
     assert left(done(ALL[0], offbench="9.9")) == plan
     assert left(done(ALL[0], cpu_model="another")) == plan
+    assert left(done(ALL[0], cpus=4096)) == plan
+    assert left(done(ALL[0], gpu="none of it", driver="9.9")) == plan[1:], "a CPU run does not use them"
     assert left(*(done(s) for s in ALL)) == []
+
+
+def test_resume_on_a_gpu_wants_the_same_gpu_and_driver() -> None:
+    on_gpu = spec().model_copy(update={"mode": Mode(kind="rehearsal", device="cuda", world=2, nproc=1)})
+    plan, here = interleave([on_gpu], 1), {**ENV, "gpu": "NVIDIA H200", "driver": "580.1"}
+
+    def left(**env: Any) -> list[Planned]:
+        return without_done(plan, [done(on_gpu, **{**here, **env})], here)
+
+    assert left() == left(cpu_model="another", cpus=4096) == []
+    assert left(driver="590.2") == left(gpu="NVIDIA H100") == plan
 
 
 def test_run_folders_are_kept_and_never_shared(tmp_path: Path) -> None:
@@ -222,6 +235,20 @@ def test_a_terminal_gets_a_bar_and_keeps_the_closing_line() -> None:
     display.finish("  none: 2 s a step")
     assert "measure step 2 of 3, 1234 tok/s" in out.getvalue()
     assert out.getvalue().rstrip().endswith("none: 2 s a step")
+
+
+def test_a_terminal_wraps_lines_at_words() -> None:
+    out = io.StringIO()
+    display = TerminalDisplay(Console(file=out, force_terminal=True, width=30, highlight=False))
+    display.say("none: ok, 1.234 s a step, peak 60.8 GiB. The baseline.")
+    path = "results/local/2026-01-02-a-host-with-a-long-name.jsonl"
+    display.finish(f"  records: {path}")
+    assert out.getvalue().splitlines() == [
+        "none: ok, 1.234 s a step, peak",
+        "  60.8 GiB. The baseline.",
+        "  records:",
+        f"    {path}",
+    ]
 
 
 def test_durations() -> None:

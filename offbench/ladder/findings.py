@@ -11,16 +11,8 @@ from dataclasses import replace
 
 from offbench.ladder.health import notes_after, under_load
 from offbench.ladder.plan import BINDS, DIRECTIONS, Layout, Outcome, Rates, Set
-from offbench.topology.model import (
-    Gpu,
-    Group,
-    Link,
-    Machine,
-    Measurement,
-    PairOrSocket,
-    Rate,
-    Sharing,
-)
+from offbench.topology.links import Group, Link, Rate, Sharing
+from offbench.topology.model import Gpu, Machine, Measurement, PairOrSocket
 
 HERE = "measured here"
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal, Protocol
 
-from offbench.topology.model import Direction, PageBytes
+from offbench.topology.links import Direction
+from offbench.topology.model import PageBytes
 
 Kind = Literal["alone", "group", "socket", "all", "remote", "node", "matrix", "equal"]
 

@@ -19,10 +19,16 @@ def policy_ideal(record: RunRecord, none: Sequence[RunRecord] = ()) -> float | N
     none: rows of arm `none` for the same job, whose median phases are the compute times. Without them a record's own
     phases serve, as far as they hold no copies: forward, backward and clip of a schedule that is not deferred.
     None where the record is of a trainer that offbench did not launch, has no rates (unless nothing moves), no phases,
-    or an arm or model that is not one of ours.
+    or an arm or model that is not one of ours; and on a CPU, where ranks share cores and the largest of each phase
+    over ranks do not add up to a step.
     """
     w, arm = record.spec.workload, record.spec.arm
-    if record.job is not None or w.model not in presets.PRESETS or arm.name not in arms.ARMS:
+    if (
+        record.spec.mode.device == "cpu"
+        or record.job is not None
+        or w.model not in presets.PRESETS
+        or arm.name not in arms.ARMS
+    ):
         return None
     schedule = arms.ARMS[arm.name].schedule(arm)
     compute = sources.compute_of_records(none) if none else own_compute(record, schedule.deferred)

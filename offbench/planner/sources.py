@@ -13,7 +13,8 @@ from offbench.floor import Capacity, Flow, loads
 from offbench.machine_floor import capacities, path
 from offbench.planner.inputs import Compute, Links
 from offbench.record import RunRecord
-from offbench.topology.model import Machine, Rate
+from offbench.topology.links import Rate
+from offbench.topology.model import Machine
 from offbench.units import GIB
 from offbench.workload.presets import ModelShape
 

@@ -13,7 +13,8 @@ from offbench.planner.gather import Inputs
 from offbench.planner.inputs import Compute, Links
 from offbench.planner.reality import REMOTE
 from offbench.planner.sources import links_of_machine
-from offbench.topology.model import LinkKind, Machine
+from offbench.topology.links import LinkKind
+from offbench.topology.model import Machine
 from offbench.workload import presets
 
 PCIE: tuple[LinkKind, ...] = ("gpu_link", "uplink")

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from offbench.floor import Tree
 from offbench.machine_floor import measured_tree
-from offbench.topology.model import Link, Machine
+from offbench.topology.links import Link
+from offbench.topology.model import Machine
 from offbench.topology.schema import from_json, to_json
 
 

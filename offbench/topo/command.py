@@ -26,7 +26,8 @@ from offbench.topo.draw import draw
 from offbench.topo.text import disagreement, each_way_bytes, floor_lines, measurement_lines, note_lines
 from offbench.topology.detect import detect
 from offbench.topology.imports import load_machine
-from offbench.topology.model import Machine, Note, Rate
+from offbench.topology.links import Rate
+from offbench.topology.model import Machine, Note
 from offbench.topology.schema import anonymous, to_json
 from offbench.units import GIB, parse_rate, parse_size
 from offbench.workload.presets import find

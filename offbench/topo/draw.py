@@ -14,7 +14,8 @@ from rich.text import Text
 
 from offbench.placement import format_cpulist
 from offbench.topology.capacity import generation
-from offbench.topology.model import BEST_FIRST, Direction, Gpu, Link, Machine, NumaNode
+from offbench.topology.links import BEST_FIRST, Direction, Link
+from offbench.topology.model import Gpu, Machine, NumaNode
 from offbench.topology.tree import Branch, tree
 from offbench.units import gib
 

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from offbench.floor import Floor, Use
-from offbench.topology.model import Direction, LinkKind, Machine, Measurement, Note
+from offbench.topology.links import Direction, LinkKind
+from offbench.topology.model import Machine, Measurement, Note
 from offbench.units import count, gib
 
 KINDS: dict[LinkKind, str] = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from offbench.topology.facts import AMD, PciDevice
-from offbench.topology.model import Bridge, Gpu, Pcie
+from offbench.topology.links import Bridge, Pcie
+from offbench.topology.model import Gpu
 
 _PEX = ("1000:c010", "1000:c030")
 """Broadcom PEX switches, Gen4 and Gen5: two visible levels, one non-blocking chip (NVIDIA/nccl src/graph/topo.cc)."""

@@ -9,20 +9,8 @@ from offbench.topology.bridges import bridges_above, merge_chips
 from offbench.topology.capacity import lesser, rates_of, slowest
 from offbench.topology.evidence import weigh
 from offbench.topology.facts import NVIDIA, Facts, GpuFacts, PciDevice, gpu_devices
-from offbench.topology.model import (
-    Bridge,
-    DataPath,
-    Gpu,
-    Group,
-    Link,
-    LinkKind,
-    Machine,
-    NumaNode,
-    Pcie,
-    Rate,
-    RateKind,
-    Source,
-)
+from offbench.topology.links import Bridge, Group, Link, LinkKind, Pcie, Rate, RateKind
+from offbench.topology.model import DataPath, Gpu, Machine, NumaNode, Source
 from offbench.topology.notes import notes_on
 from offbench.topology.sharing import by_members, find_groups, ground_of, uplink_id
 from offbench.units import count

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from offbench.topology.model import Direction, Pcie, Rate, RateKind
+from offbench.topology.links import Direction, Pcie, Rate, RateKind
 
 Number = TypeVar("Number", int, float)
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from offbench.placement import format_cpulist
-from offbench.topology.model import DataPath, Host, Note, NumaNode, Pcie, Process, Source
+from offbench.topology.links import Pcie
+from offbench.topology.model import DataPath, Host, Note, NumaNode, Process, Source
 
 NVIDIA, AMD = "10de", "1002"
 INTERNAL, SINGLE, MULTIPLE, HOSTBRIDGE, NODE, SYSTEM = 0, 10, 20, 30, 40, 50

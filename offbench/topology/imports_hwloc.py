@@ -10,7 +10,8 @@ from offbench.placement import sysfs_address
 from offbench.topology.build import build
 from offbench.topology.capacity import of_gigabytes
 from offbench.topology.facts import Facts, NodeClaim, PciDevice, gpu_devices
-from offbench.topology.model import Host, Machine, NodeKind, Note, NumaNode, Pcie, Source
+from offbench.topology.links import Pcie
+from offbench.topology.model import Host, Machine, NodeKind, Note, NumaNode, Source
 from offbench.topology.sysfs import parse_cpumask
 
 SOURCE = "hwloc XML"

@@ -13,7 +13,8 @@ from offbench.placement import sysfs_address
 from offbench.topology.build import build
 from offbench.topology.capacity import parse_speed, parse_width
 from offbench.topology.facts import AMD, Facts, GpuFacts, NodeClaim, PciDevice, address_order, gpu_devices
-from offbench.topology.model import Host, Machine, Note, NumaNode, Pcie, Source
+from offbench.topology.links import Pcie
+from offbench.topology.model import Host, Machine, Note, NumaNode, Source
 from offbench.topology.sysfs import parse_cpumask
 
 SOURCE = "NCCL XML"

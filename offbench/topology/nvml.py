@@ -15,7 +15,8 @@ from offbench.placement import sysfs_address
 from offbench.topology.capacity import gt_of_generation, parse_width
 from offbench.topology.evidence import node_of_cpus
 from offbench.topology.facts import GpuFacts, NodeClaim
-from offbench.topology.model import DataPath, NumaNode, Pcie
+from offbench.topology.links import Pcie
+from offbench.topology.model import DataPath, NumaNode
 
 _NODE_SCOPE = 0  # NVML_AFFINITY_SCOPE_NODE
 _WORD = 64  # NVML's masks are arrays of unsigned long

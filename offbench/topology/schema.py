@@ -2,8 +2,8 @@
 
 One object. Every key is present; null is unknown, never zero. Units are in the names of the keys: bytes_s bytes per
 second, gib_s 2^30 bytes per second, gt_s GT/s per lane. The keys are the fields of the dataclasses in
-`offbench.topology.model`, where each is documented, with tuples as arrays; `nodes` is called `numa`. Beside them, for
-readers only (not read back, since they follow from the rest):
+`offbench.topology.model` and `offbench.topology.links`, where each is documented, with tuples as arrays; `nodes` is
+called `numa`. Beside them, for readers only (not read back, since they follow from the rest):
 
 schema        version of this layout; a reader refuses any other
 tool_version  offbench that wrote it
@@ -30,7 +30,8 @@ from typing import Any
 
 from offbench import __version__
 from offbench.topology.capacity import line_rate
-from offbench.topology.model import Direction, Gpu, Link, Machine
+from offbench.topology.links import Direction, Link
+from offbench.topology.model import Gpu, Machine
 from offbench.units import GIB
 
 SCHEMA = 1

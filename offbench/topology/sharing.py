@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from offbench.topology.facts import HOSTBRIDGE, MULTIPLE, SINGLE
-from offbench.topology.model import Bridge, Gpu, Group, Note, Sharing, Source
+from offbench.topology.links import Bridge, Group, Sharing
+from offbench.topology.model import Gpu, Note, Source
 
 Ground = Literal["bare metal", "guest", "unknown", "file"]
 """What the evidence stands on. Only on bare metal does a bridge prove anything."""

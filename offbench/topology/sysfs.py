@@ -11,7 +11,8 @@ from offbench.topology.capacity import parse_speed, parse_width
 from offbench.topology.config_space import acs_redirects, max_payload
 from offbench.topology.evidence import node_of_cpus
 from offbench.topology.facts import NodeClaim, PciDevice, address_order, gpu_devices
-from offbench.topology.model import Host, NodeKind, NumaNode, Pcie, Process
+from offbench.topology.links import Pcie
+from offbench.topology.model import Host, NodeKind, NumaNode, Process
 
 _ROOT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _BDF = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")

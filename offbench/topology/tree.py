@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from offbench.topology.model import Bridge, Gpu, Link, Machine
+from offbench.topology.links import Bridge, Link
+from offbench.topology.model import Gpu, Machine
 
 BranchKind = Literal["machine", "socket", "node", "root", "bridge", "gpu"]
 

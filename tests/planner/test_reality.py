@@ -114,6 +114,15 @@ def test_a_policy_ideal_is_none_where_something_is_not_known() -> None:
     assert policy_ideal(chunked.model_copy(update={"job": {"trainer": "mine"}}), [none]) is None
 
 
+def test_a_cpu_has_no_policy_ideal() -> None:
+    none, chunked, *_ = NATIVE
+    for record in (none, chunked):
+        mode = record.spec.mode.model_copy(update={"device": "cpu"})
+        on_cpu = record.model_copy(update={"spec": record.spec.model_copy(update={"mode": mode})})
+        assert policy_ideal(record, [none]) is not None
+        assert policy_ideal(on_cpu, [none]) is policy_ideal(on_cpu) is None
+
+
 def test_accumulated_forwards_but_the_first_count_as_backward() -> None:
     none, *_ = NATIVE
     twice = none.spec.workload.model_copy(update={"grad_accum": 2})

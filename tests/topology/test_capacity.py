@@ -19,7 +19,8 @@ from offbench.topology.capacity import (
 )
 from offbench.topology.evidence import weigh
 from offbench.topology.facts import NodeClaim
-from offbench.topology.model import NumaNode, Pcie
+from offbench.topology.links import Pcie
+from offbench.topology.model import NumaNode
 from offbench.topology.sysfs import parse_cpumask
 
 

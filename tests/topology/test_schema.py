@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbench.topology import Link, Machine, Rate, anonymous, from_json, to_dict, to_json
-from offbench.topology.model import Bridge, Evidence, Gpu, Group, Host, Measurement, Note, NumaNode, Process, Source
+from offbench.topology.links import Bridge, Group
+from offbench.topology.model import Evidence, Gpu, Host, Measurement, Note, NumaNode, Process, Source
 from tests.topology.roots import described, look
 
 

@@ -132,6 +132,47 @@ def test_fsdp_units_dtypes_sizes_and_balance_are_those_of_the_documented_job():
     assert load == 1.0
 
 
+def prefetching(rank):
+    """Unit -> units it gathers ahead in forward and in backward; and each unit's own precision."""
+    model = build(jobs.spec(2, ep=2, layers=3), rank, jobs.CPU).model
+    states = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "_get_fsdp_state"):
+            states.setdefault(as_fsdp(module)._get_fsdp_state(), name)
+    forward = {name: [states[s] for s in state._states_to_forward_prefetch] for state, name in states.items()}
+    backward = {name: [states[s] for s in state._states_to_backward_prefetch] for state, name in states.items()}
+    return forward, backward, {name: state._mp_policy for state, name in states.items()}
+
+
+def block_units(i):
+    return [f"blocks.{i}", f"blocks.{i}.router", f"blocks.{i}.experts"]
+
+
+def test_each_block_gathers_its_neighbour_ahead_in_both_directions():
+    forward, backward, _ = on_ranks(2, prefetching)[0]
+    assert {name: after for name, after in forward.items() if after} == {
+        "embedding": ["blocks.0"],
+        "blocks.0": block_units(1),
+        "blocks.1": block_units(2),
+        "blocks.2": ["norm"],  # stands for the group [norm, head]
+    }
+    assert {name: before for name, before in backward.items() if before} == {
+        "norm": block_units(2),
+        "blocks.2": block_units(1),
+        "blocks.1": block_units(0),
+        "blocks.0": ["embedding"],
+    }
+
+
+def test_the_router_alone_computes_in_fp32():
+    *_, policies = on_ranks(2, prefetching)[0]
+    routers = {f"blocks.{i}.router" for i in range(3)}
+    assert {name for name, policy in policies.items() if policy.param_dtype == torch.float32} == routers
+    assert {policies[name].param_dtype for name in policies.keys() - routers} == {torch.bfloat16}
+    assert {policy.reduce_dtype for policy in policies.values()} == {torch.float32}
+    assert not any(policy.cast_forward_inputs for policy in policies.values())
+
+
 @pytest.mark.parametrize(
     ("workload", "message"),
     [
