@@ -19,11 +19,11 @@ from offbench.offload import fsdp, updates
 from offbench.offload.chunks import Chunk, plan_chunks
 from offbench.offload.copies import Copier, Ledger
 from offbench.offload.deferral import deferrable
-from offbench.offload.engine import Engine, Work
+from offbench.offload.engine import Engine
 from offbench.offload.flow import FlowEngine
 from offbench.offload.hoststore import HostStore
-from offbench.offload.hyper import Hyper, capture, refuse
-from offbench.offload.layout import Member, apart, local_of, placed_like
+from offbench.offload.hyper import capture, refuse, refuse_options
+from offbench.offload.layout import Member, alias, apart, local_of, placed_like
 from offbench.offload.ring import RingEngine
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
@@ -61,14 +61,16 @@ class OffloadedAdamW(torch.optim.AdamW):
         streams: Streams | None = None,
         copy_repeat: float = 1.0,
         debug: bool = False,
+        **others: Any,
     ) -> None:
         self._settled = 0
+        refuse_options(others, implementation)
         super().__init__(
             params, lr, betas, eps, weight_decay, fused=implementation == "fused", foreach=implementation == "foreach"
         )
         self._step_supports_amp_scaling = False  # step() knows no grad_scale: a GradScaler must unscale itself
         for group in self.param_groups:
-            refuse(group)
+            refuse(group, implementation)
         trained = self._without_state(lambda p: p.requires_grad)
         if not trained:
             raise OffbenchError("no parameter requires a gradient: there is no optimizer state to keep")
@@ -186,9 +188,9 @@ class OffloadedAdamW(torch.optim.AdamW):
                 continue
             gradients = [local_of(m.parameter.grad) for m in members]
             if self.schedule.deferred:  # our own tensors: whoever keeps `p.grad` then counts as a user of its memory
-                gradients = [_alias(gradient) for gradient in gradients]
+                gradients = [alias(gradient) for gradient in gradients]
             counters += [self.state[m.parameter]["step"] for m in members]
-            works.append(self._work(chunk, members, gradients, hypers))
+            works.append(updates.work(chunk, members, gradients, hypers, self.implementation, self._in_place(chunk)))
             if self.schedule.deferred:
                 for member in members:
                     member.parameter.grad = None
@@ -200,21 +202,10 @@ class OffloadedAdamW(torch.optim.AdamW):
         if counters:  # no kernel reads these: the device's work is queued first
             torch._foreach_add_(counters, 1)
 
-    def _work(self, chunk: Chunk, members: list[Member], gradients: list[torch.Tensor], hypers: list[Hyper]) -> Work:
-        # Where state stays on the device, and on the CPU, torch's own AdamW runs.
+    def _in_place(self, chunk: Chunk) -> bool:
+        """Whether a kernel of ours updates this chunk in host memory; on the CPU torch's does."""
         moving = chunk.index not in self._resident
-        in_place = moving and self.device.type == "cuda" and self.schedule.update == "host_memory"
-
-        implementation = self.implementation
-
-        def update(state: Staged) -> None:  # holds no reference to self: dropping the optimizer must drain
-            for group in sorted({member.group for member in members}):
-                chosen = [(m, g) for m, g in zip(members, gradients, strict=True) if m.group == group]
-                updates.run(
-                    [m for m, _ in chosen], [g for _, g in chosen], state, hypers[group], implementation, in_place
-                )
-
-        return Work(chunk, update, gradients, [member.local for member in members])
+        return moving and self.device.type == "cuda" and self.schedule.update == "host_memory"
 
     def drain(self) -> None:
         """Return when no update is queued or in flight: parameters and `state` are those of the last step."""
@@ -272,9 +263,14 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters' state comes behind what is there."""
+        late = hasattr(self, "_members")  # not while torch's constructor adds the first groups
+        if late:
+            params = param_group["params"]
+            listed = [params] if isinstance(params, torch.Tensor) else list(params)
+            param_group = {**param_group, "params": listed}
+            refuse(param_group, self.implementation)
         super().add_param_group(param_group)
-        if hasattr(self, "_members"):  # not while torch's constructor adds the first groups
-            refuse(self.param_groups[-1])
+        if late:
             self.drain()
             if new := self._without_state(lambda p: p.requires_grad):
                 self._lay_out(new)
@@ -308,12 +304,6 @@ def engine_of(schedule: Schedule) -> type[Engine]:
     if schedule.update == "host_memory":
         return ZeroCopyEngine
     return FlowEngine if schedule.write_back == "backward" else RingEngine
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that nobody else holds and that is no view."""
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _end(engine: Engine, guard: fsdp.ReadGuard) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +34,25 @@ def capture(group: dict[str, Any]) -> Hyper:
     return Hyper(float(lr), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]))
 
 
-def refuse(group: dict[str, Any]) -> None:
-    """Raise OffbenchError for an option that would not be exact."""
+def refuse(group: Mapping[str, Any], implementation: str | None = None) -> None:
+    """Raise OffbenchError for an option that would not be exact; with `implementation`, for another kernel as well."""
     for option in _REFUSED:
         if group.get(option):
             raise OffbenchError(f"OffloadedAdamW does not support {option}=True")
+    for kernel in ("fused", "foreach"):
+        if implementation is not None and group.get(kernel) and kernel != implementation:
+            raise OffbenchError(
+                f"{kernel}=True beside implementation='{implementation}': all groups run one kernel, whose bits are "
+                f"its own; pass implementation='{kernel}' instead"
+            )
+    if any(parameter.is_complex() for parameter in group.get("params", ()) if isinstance(parameter, torch.Tensor)):
+        raise OffbenchError("OffloadedAdamW does not support complex parameters; pass torch.view_as_real of them")
+
+
+def refuse_options(options: Mapping[str, Any], implementation: str) -> None:
+    """The constructor's options that torch.optim.AdamW has and this does not. Raises OffbenchError for one that asks
+    for something, TypeError for a name that torch does not know either."""
+    for name in options:
+        if name not in (*_REFUSED, "fused", "foreach"):
+            raise TypeError(f"OffloadedAdamW has no option {name}")
+    refuse(options, implementation)

@@ -63,3 +63,9 @@ def placed_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     if isinstance(parameter, DTensor):
         return DTensor(local, parameter._spec, requires_grad=False)
     return local
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that nobody else holds and that is no view."""
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

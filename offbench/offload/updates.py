@@ -8,12 +8,35 @@ from typing import Literal
 import torch
 from torch.optim.adamw import adamw
 
+from offbench.offload.chunks import Chunk
+from offbench.offload.engine import Work
 from offbench.offload.hyper import Hyper
 from offbench.offload.layout import Member
 from offbench.offload.staged import Staged
 
 Implementation = Literal["fused", "foreach"]
 """torch's kernels. Their bits differ, so an update is compared only with its own implementation."""
+
+
+def work(
+    chunk: Chunk,
+    members: Sequence[Member],
+    gradients: list[torch.Tensor],
+    hypers: Sequence[Hyper],
+    implementation: Implementation,
+    in_place: bool,
+) -> Work:
+    """One chunk's update with the gradients and hyperparameters (by param group) as they are now.
+
+    Nothing in it refers to the optimizer: dropping that must drain what is pending.
+    """
+
+    def update(state: Staged) -> None:
+        for group in sorted({member.group for member in members}):
+            chosen = [(m, g) for m, g in zip(members, gradients, strict=True) if m.group == group]
+            run([m for m, _ in chosen], [g for _, g in chosen], state, hypers[group], implementation, in_place)
+
+    return Work(chunk, update, gradients, [member.local for member in members])
 
 
 @torch.no_grad()

@@ -161,11 +161,24 @@ def test_what_would_not_be_exact_is_refused() -> None:
     for option in ("amsgrad", "maximize", "capturable", "differentiable"):
         with pytest.raises(OffbenchError, match=option):
             OffloadedAdamW([{"params": net.parameters(), option: True}], schedule=CHUNKED)
-    optimizer = OffloadedAdamW(net.parameters(), schedule=CHUNKED)
+        with pytest.raises(OffbenchError, match=option):
+            OffloadedAdamW(net.parameters(), schedule=CHUNKED, **{option: True})
+    with pytest.raises(OffbenchError, match="implementation='foreach' instead"):
+        OffloadedAdamW(net.parameters(), schedule=CHUNKED, foreach=True)
+    with pytest.raises(OffbenchError, match="all groups run one kernel"):
+        OffloadedAdamW([{"params": net.parameters(), "fused": True}], schedule=CHUNKED, implementation="foreach")
+    with pytest.raises(TypeError, match="no option nesterov"):
+        OffloadedAdamW(net.parameters(), schedule=CHUNKED, nesterov=True)
+    with pytest.raises(OffbenchError, match="complex"):
+        OffloadedAdamW(
+            [nn.Parameter(torch.ones(2, dtype=torch.complex64))], schedule=CHUNKED, implementation="foreach"
+        )
+    optimizer = OffloadedAdamW(net.parameters(), schedule=CHUNKED, fused=True, amsgrad=False)
     with pytest.raises(OffbenchError, match="closure"):
         optimizer.step(lambda: torch.tensor(0.0))
     with pytest.raises(OffbenchError, match="amsgrad"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "amsgrad": True})
+    assert len(optimizer.param_groups) == 1, "what is refused is not added"
     with pytest.raises(OffbenchError, match="no parameter requires a gradient"):
         OffloadedAdamW([nn.Parameter(torch.ones(2), requires_grad=False)], schedule=CHUNKED)
     with optimizer.settled(), pytest.raises(OffbenchError, match=r"settled"):

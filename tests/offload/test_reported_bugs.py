@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from offbench.offload import OffloadedAdamW, Schedule, adamw
+from offbench.offload import OffloadedAdamW, Schedule, updates
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.copies import Copier
 from offbench.offload.streams import DeviceStreams
@@ -205,13 +205,13 @@ def test_a_prefetch_and_an_evaluation_do_not_leave_stale_parameters() -> None:  
 
 def kernel_inputs(rank: int, implementation: str) -> set[tuple[type, torch.dtype]]:
     seen = set()
-    kernel = adamw.adamw
+    kernel = updates.adamw
 
     def spy(*lists: Any, **options: Any) -> None:
         seen.update((type(t), t.dtype) for tensors in lists[:4] for t in tensors)
         kernel(*lists, **options)
 
-    adamw.adamw = spy
+    updates.adamw = spy
     model = sharded.build(CPU)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     schedule = sharded.schedule_of("overlap")
@@ -322,11 +322,11 @@ def test_no_step_stages_more_than_the_plan_says(slots: int) -> None:
 
 
 def test_nothing_is_cured_by_emptying_the_allocators_cache() -> None:  # prime-rl#3199, DeepSpeed#8186
-    sources = Path(adamw.__file__).parent.glob("*.py")
+    sources = Path(updates.__file__).parent.glob("*.py")
     assert [source.name for source in sources if "empty_cache" in source.read_text()] == []
 
 
 def test_only_pinning_knows_of_cuda() -> None:
     """Streams, events and memory come from torch.get_device_module, so that other accelerators work as they do."""
-    sources = Path(adamw.__file__).parent.glob("*.py")
+    sources = Path(updates.__file__).parent.glob("*.py")
     assert {source.name for source in sources if "torch.cuda" in source.read_text()} == {"hoststore.py", "pin_time.py"}
