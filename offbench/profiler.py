@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 STEPS = 2
-"""Profiled steps: copies of one step run over into the next."""
+"""Profiled steps: copies of one step run over into the next. Named as the profiler names its own."""
 
 
 def profile(step: Callable[[int], None], first: int, path: Path, device: torch.device) -> None:
@@ -23,7 +23,7 @@ def profile(step: Callable[[int], None], first: int, path: Path, device: torch.d
     step(first)
     with torch.profiler.profile(activities=kinds) as profiler:
         for number in range(first + 1, first + 1 + STEPS):
-            with torch.profiler.record_function(f"offbench step {number}"):
+            with torch.profiler.record_function(f"ProfilerStep#{number}"):
                 step(number)
         torch.get_device_module(device).synchronize()
     profiler.export_chrome_trace(str(path))

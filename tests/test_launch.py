@@ -109,8 +109,8 @@ def test_a_rehearsal_on_the_cpu(tmp_path: Path) -> None:
         (name,) = record["traces"]
         with gzip.open(tmp_path / "traces" / name, "rt") as file:
             events = json.load(file)["traceEvents"]
-        steps = sorted(event["name"] for event in events if event["name"].startswith("offbench step"))
-        assert steps == ["offbench step 4", "offbench step 5"], "after the window of steps 1 to 3 and one to warm up"
+        steps = sorted(event["name"] for event in events if event["name"].startswith("ProfilerStep#"))
+        assert steps == ["ProfilerStep#4", "ProfilerStep#5"], "after the window of steps 1 to 3 and one to warm up"
 
 
 def test_a_job_that_no_rank_could_build_is_refused_before_anything_starts(tmp_path: Path) -> None:
