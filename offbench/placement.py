@@ -21,6 +21,8 @@ from typing import Literal
 SYSFS, PROC = Path("/sys"), Path("/proc")
 PAGE = mmap.PAGESIZE
 
+_LAST_CPU = 65535
+"""Well above what a kernel is built for: x86 allows 8192 CPUs (NR_CPUS_RANGE_END in arch/x86/Kconfig)."""
 _MPOL_PREFERRED = 1  # linux/mempolicy.h
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # the kernel's syscall tables
 _MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
@@ -197,7 +199,7 @@ def strayed_threads(cpus: Iterable[int], proc: Path = PROC) -> list[int]:
 def parse_cpulist(text: str) -> frozenset[int]:
     """CPUs (or nodes) of a list such as `0-3,8-11` or `0,3-9,11-17`; the empty set for an empty text or `N/A`.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and for numbers above 65535: a range ends before memory does.
     """
     text = text.strip()
     if text.upper() in ("", "N/A"):
@@ -207,6 +209,8 @@ def parse_cpulist(text: str) -> frozenset[int]:
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part, re.ASCII)
         if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
             raise ValueError(f"{text!r} is no CPU list like 0-3,8-11")
+        if int(match[2] or match[1]) > _LAST_CPU:
+            raise ValueError(f"{text!r} is no CPU list like 0-3,8-11: no CPU or node has a number above {_LAST_CPU}")
         cpus.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(cpus)
 

@@ -259,6 +259,7 @@ def test_the_real_kernel_does_what_it_is_asked(machine: Machine) -> None:
         ("0-3,8-11\n", {0, 1, 2, 3, 8, 9, 10, 11}),
         ("0,3-9,11-17", {0, *range(3, 10), *range(11, 18)}),
         ("5", {5}),
+        ("65534-65535", {65534, 65535}),
         (" 1 , 2-2 ", {1, 2}),
         ("4,0,2-3,2", {0, 2, 3, 4}),
         ("N/A", set()),
@@ -270,7 +271,9 @@ def test_cpulists(text: str, cpus: set[int]) -> None:
     assert parse_cpulist(text) == cpus
 
 
-@pytest.mark.parametrize("text", ["0-", "-1", "3-1", "a", "0,,1", "0-3:2", "1 2", "0x3", "²"])
+@pytest.mark.parametrize(
+    "text", ["0-", "-1", "3-1", "a", "0,,1", "0-3:2", "1 2", "0x3", "²", "64-" + 23 * "9", "65536"]
+)
 def test_what_is_no_cpulist_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no CPU list like"):
         parse_cpulist(text)

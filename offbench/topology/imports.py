@@ -50,19 +50,24 @@ def read_machine(path: Path) -> Machine:
 
     Raises UsageError, one line with the file and the reason.
     """
-    if path.is_dir():
-        if not (path / "sys").is_dir():
-            raise UsageError(f"--from {path}: a folder without sys/ in it; give {FORMATS}")
-        return read_root(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        return _read_folder(path) if path.is_dir() else _parse(_text(path), path)
+    except (ValueError, ET.ParseError) as error:
+        raise UsageError(f"--from {path}: {error}") from None
+
+
+def _read_folder(path: Path) -> Machine:
+    if not (path / "sys").is_dir():
+        raise UsageError(f"--from {path}: a folder without sys/ in it; give {FORMATS}")
+    return read_root(path)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not text"
         raise UsageError(f"--from {path}: cannot be read: {why}; give {FORMATS}") from None
-    try:
-        return _parse(text, path)
-    except (ValueError, ET.ParseError) as error:
-        raise UsageError(f"--from {path}: {error}") from None
 
 
 def _parse(text: str, path: Path) -> Machine:

@@ -21,7 +21,10 @@ _IDLE_GT_S = 5.0
 
 
 def read_hwloc(root: ET.Element, name: str) -> Machine:
-    """The machine of a `<topology>` element. Raises ValueError for addresses or numbers that are none."""
+    """The machine of a `<topology>` element. Raises ValueError without any object, and for addresses or numbers that
+    are none."""
+    if next(root.iter("object"), None) is None:
+        raise ValueError("an hwloc file without any object in it; write one with lstopo --of xml")
     parents = {child: parent for parent in root.iter("object") for child in parent.findall("object")}
     nodes = tuple(sorted(_nodes(root, parents), key=lambda node: node.id))
     devices: dict[str, PciDevice] = {}

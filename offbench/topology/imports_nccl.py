@@ -18,6 +18,8 @@ from offbench.topology.model import Host, Machine, Note, NumaNode, Source
 from offbench.topology.sysfs import parse_cpumask
 
 SOURCE = "NCCL XML"
+_BY_HAND = "ffff:"
+"""Domain of switches that authors of such files make up, all on one bus, `ffff:ff`."""
 
 
 def read_nccl(root: ET.Element, name: str) -> Machine:
@@ -85,14 +87,15 @@ def _device(element: ET.Element, chain: tuple[str, ...], claim: NodeClaim) -> Pc
         device=device,
         pcie=link,
         tagged=element.find("gpu") is not None,
-        synthetic=bdf.startswith("ffff:") or vendor == "ffff",
+        synthetic=bdf.startswith(_BY_HAND) or vendor == "ffff",
         numa=(claim,),
     )
 
 
-def _root(bdf: str) -> str:
-    """The file names no root complex: the bus of the uppermost device stands for it."""
-    return f"pci{bdf[: bdf.rindex(':')]}"
+def _root(bdf: str) -> str | None:
+    """The file names no root complex: the bus of the uppermost device stands for it. A switch that was written by hand
+    is on no bus: its address says nothing of what else is there."""
+    return None if bdf.startswith(_BY_HAND) else f"pci{bdf[: bdf.rindex(':')]}"
 
 
 def _id(text: str | None) -> str | None:

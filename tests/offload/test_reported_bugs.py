@@ -23,6 +23,8 @@ from tests.ranks import on_ranks
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 CHUNKED = Schedule("chunked", offloaded=True, chunk_bytes=1 << 14, slots=2)
+TIGHT = {"staging_bytes": 2 << 20}
+"""For stream: room for two chunks, until gradients make more."""
 WIDTH = 24
 
 
@@ -81,11 +83,17 @@ def test_clipping_is_not_bypassed() -> None:  # pytorch/ao#1209, #959
     assert not same(found, trained(offloaded)[0])
 
 
+def differing(found: list[dict[str, torch.Tensor]]) -> list[str]:
+    """Names whose values are not those of the first, plain run in every other."""
+    return [name for other in found[1:] for name in sharded.differences(found[0], other)]
+
+
 def after_step(rank: int) -> list[str]:
     found = []
     for make in (
         lambda model: torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True),
         lambda model: sharded.optimizer_of("overlap", model, AdversarialStreams({}), slots=2, lead=2, ahead=1),
+        lambda model: sharded.optimizer_of("stream", model, AdversarialStreams({}), **TIGHT, lead=2, ahead=1),
     ):
         model = sharded.build(CPU)
         optimizer = make(model)
@@ -103,7 +111,7 @@ def after_step(rank: int) -> list[str]:
         optimizer.register_step_pre_hook(correct)
         sharded.train(model, optimizer, rank, CPU, between)
         found.append(sharded.snapshot(model, optimizer))
-    return sharded.differences(*found)
+    return differing(found)
 
 
 def test_a_late_update_sees_neither_the_next_hyperparameters_nor_cleared_gradients() -> None:  # prime-rl#4427
@@ -155,7 +163,7 @@ def test_an_offload_that_moves_nothing_is_noticed() -> None:  # Megatron-LM#6544
     assert optimizer.where() == {"host": state}
 
 
-def streams_made(rank: int) -> list[int]:
+def streams_made(rank: int, arm: str) -> list[int]:
     """Streams that exist after each of 50 steps, FSDP's own included."""
     made = []
 
@@ -166,26 +174,27 @@ def streams_made(rank: int) -> list[int]:
 
     torch.cpu.Stream = Counted
     model, seen = sharded.build(CPU), []
-    optimizer = sharded.optimizer_of("overlap", model, DeviceStreams(CPU), slots=2, lead=2, ahead=1)
+    optimizer = sharded.optimizer_of(arm, model, DeviceStreams(CPU), lead=2, ahead=1)
     sharded.train(model, optimizer, rank, CPU, lambda step: seen.append(len(made)), range(50))
     return seen
 
 
-def test_streams_are_not_made_anew_each_step() -> None:  # prime-rl#3109, #3200
-    (seen,) = on_ranks(1, streams_made)
+@pytest.mark.parametrize("arm", ["overlap", "stream"])
+def test_streams_are_not_made_anew_each_step(arm: str) -> None:  # prime-rl#3109, #3200
+    (seen,) = on_ranks(1, streams_made, arm)
     assert seen[0] >= 3
-    assert set(seen) == {seen[0]}
+    assert set(seen[1:]) == {seen[1]}, "write-back may begin a step late"
 
 
 def evaluated(rank: int) -> tuple[list[str], bool]:
     """An evaluation after each step but the last leaves gathered parameters behind, and nobody waits twice."""
     snapshots, seen = [], []
-    for arm in (None, "overlap"):
+    for arm, options in ((None, {}), ("overlap", {"slots": 2}), ("stream", TIGHT)):
         model = sharded.build(CPU, prefetch=True)
         if arm is None:
             optimizer: Any = torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
         else:
-            optimizer = sharded.optimizer_of(arm, model, AdversarialStreams({}), slots=2, lead=1, ahead=0)
+            optimizer = sharded.optimizer_of(arm, model, AdversarialStreams({}), **options, lead=1, ahead=0)
         losses = []
 
         def between(step: int, model: nn.Module = model, losses: list[float] = losses) -> None:
@@ -196,14 +205,14 @@ def evaluated(rank: int) -> tuple[list[str], bool]:
         losses += sharded.train(model, optimizer, rank, CPU, between)
         snapshots.append(sharded.snapshot(model, optimizer))
         seen.append(losses)
-    return sharded.differences(*snapshots), seen[0] == seen[1]
+    return differing(snapshots), seen[0] == seen[1] == seen[2]
 
 
 def test_a_prefetch_and_an_evaluation_do_not_leave_stale_parameters() -> None:  # pytorch#137348
     assert on_ranks(2, evaluated) == [([], True), ([], True)]
 
 
-def kernel_inputs(rank: int, implementation: str) -> set[tuple[type, torch.dtype]]:
+def kernel_inputs(rank: int, implementation: str, arm: str) -> set[tuple[type, torch.dtype]]:
     seen = set()
     kernel = updates.adamw
 
@@ -214,7 +223,7 @@ def kernel_inputs(rank: int, implementation: str) -> set[tuple[type, torch.dtype
     updates.adamw = spy
     model = sharded.build(CPU)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    schedule = sharded.schedule_of("overlap")
+    schedule = sharded.schedule_of(arm)
     optimizer = OffloadedAdamW(
         model.parameters(), **sharded.OPTIONS, model=model, schedule=schedule, implementation=implementation
     )
@@ -223,11 +232,11 @@ def kernel_inputs(rank: int, implementation: str) -> set[tuple[type, torch.dtype
     return seen
 
 
-@pytest.mark.parametrize("implementation", ["fused", "foreach"])
-def test_no_dtensor_and_no_rounded_gradient_reaches_the_kernel(implementation: str) -> None:
+@pytest.mark.parametrize(("implementation", "arm"), [("fused", "overlap"), ("fused", "stream"), ("foreach", "stream")])
+def test_no_dtensor_and_no_rounded_gradient_reaches_the_kernel(implementation: str, arm: str) -> None:
     """DTensors leak a spec per parameter and step (pytorch#188174, #181761) or are planned anew each step
     (NVIDIA-NeMo/Automodel#2888); gradients were rounded to bf16 on the way out (prime-rl#3234)."""
-    assert on_ranks(2, kernel_inputs, implementation) == [{(torch.Tensor, torch.float32)}] * 2
+    assert on_ranks(2, kernel_inputs, implementation, arm) == [{(torch.Tensor, torch.float32)}] * 2
 
 
 def weights_loaded(rank: int) -> list[str]:
@@ -236,6 +245,7 @@ def weights_loaded(rank: int) -> list[str]:
     for make in (
         lambda model: torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True),
         lambda model: sharded.optimizer_of("overlap", model, AdversarialStreams({}), slots=2, lead=1, ahead=0),
+        lambda model: sharded.optimizer_of("stream", model, AdversarialStreams({}), **TIGHT, lead=1, ahead=0),
     ):
         model = sharded.build(CPU)
         optimizer = make(model)
@@ -247,7 +257,7 @@ def weights_loaded(rank: int) -> list[str]:
 
         sharded.train(model, optimizer, rank, CPU, between)
         found.append(sharded.snapshot(model, optimizer))
-    return sharded.differences(*found)
+    return differing(found)
 
 
 def test_loaded_weights_are_not_undone_by_a_late_update() -> None:

@@ -1,4 +1,4 @@
-"""main, chunked and overlap against torch.optim.AdamW on FSDP2, bit for bit."""
+"""Every arm against torch.optim.AdamW on FSDP2, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from offbench.offload import OffloadedAdamW, Schedule
+from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.streams import Why
 from offbench.verify.trainees import wrapped_mlp
@@ -71,31 +71,33 @@ def test_every_arm_equals_plain_adamw_on_two_ranks() -> None:
         assert {name: wrong for name, wrong in result.items() if wrong} == {}
 
 
-def dropped_reads(rank: int, world: int) -> int:
+def dropped_reads(rank: int, arm: str) -> int:
     expected = reference(rank)
     streams = AdversarialStreams({}, drop=Why.READ)
     model = sharded.build(CPU)
-    optimizer = sharded.optimizer_of("overlap", model, streams, slots=2, lead=2, ahead=1)
+    optimizer = sharded.optimizer_of(arm, model, streams, **ARMS[arm])
     sharded.train(model, optimizer, rank, CPU)
     return len(sharded.differences(expected, sharded.snapshot(model, optimizer)))
 
 
+@pytest.mark.parametrize("arm", ["overlap", "stream"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_gather_that_does_not_wait_changes_values(world: int) -> None:
+def test_a_gather_that_does_not_wait_changes_values(world: int, arm: str) -> None:
     """On one rank FSDP2 reads in wait_for_unshard, on two in unshard: both wrappers are needed."""
-    assert all(wrong > 0 for wrong in on_ranks(world, dropped_reads, world))
+    assert all(wrong > 0 for wrong in on_ranks(world, dropped_reads, arm))
 
 
-def one_rank(rank: int) -> list[str]:
+def one_rank(rank: int, arm: str) -> list[str]:
     expected = reference(rank)
     model = sharded.build(CPU)
-    optimizer = sharded.optimizer_of("overlap", model, AdversarialStreams({}), slots=2, lead=2, ahead=1)
+    optimizer = sharded.optimizer_of(arm, model, AdversarialStreams({}), **ARMS[arm])
     sharded.train(model, optimizer, rank, CPU)
     return sharded.differences(expected, sharded.snapshot(model, optimizer))
 
 
-def test_overlap_equals_plain_adamw_on_a_mesh_of_one() -> None:
-    assert on_ranks(1, one_rank) == [[]]
+@pytest.mark.parametrize("arm", ["overlap", "stream"])
+def test_deferred_updates_equal_plain_adamw_on_a_mesh_of_one(arm: str) -> None:
+    assert on_ranks(1, one_rank, arm) == [[]]
 
 
 def replicated(rank: int) -> dict[str, list[str]]:
@@ -112,18 +114,21 @@ def replicated(rank: int) -> dict[str, list[str]]:
         return sharded.snapshot(model, optimizer)
 
     expected = run(None)
-    return {arm: sharded.differences(expected, run(arm)) for arm in ("main", "chunked", "overlap")}
+    return {arm: sharded.differences(expected, run(arm)) for arm in ("main", "chunked", "overlap", "stream")}
 
 
 def test_replicas_of_shards_equal_plain_adamw() -> None:
-    assert on_ranks(4, replicated) == [{"main": [], "chunked": [], "overlap": []}] * 4
+    assert on_ranks(4, replicated) == [{"main": [], "chunked": [], "overlap": [], "stream": []}] * 4
 
 
 def state_dicts(rank: int) -> dict[str, list[str]]:
     """Train 3 steps, save while updates are pending, load into the other optimizer, train 3 more."""
     expected = reference(rank)
     found = {}
-    for source, target in (("overlap", "plain"), ("plain", "overlap"), ("overlap", "chunked"), ("none", "overlap")):
+    for source, target in (
+        ("overlap", "plain"), ("plain", "overlap"), ("stream", "plain"), ("plain", "stream"), ("overlap", "stream"),
+        ("stream", "chunked"), ("none", "overlap"),
+    ):  # fmt: skip
         model = sharded.build(CPU)
 
         def make(name: str, model: nn.Module = model) -> torch.optim.Optimizer:
@@ -148,21 +153,22 @@ def test_state_dicts_go_both_ways() -> None:
         assert {name: wrong for name, wrong in result.items() if wrong} == {}
 
 
-def model_state_dict(rank: int, part: str) -> tuple[int, list[str]]:
+def model_state_dict(rank: int, part: str, arm: str) -> tuple[int, list[str]]:
     expected = reference(rank)
     model = sharded.build(CPU)
-    optimizer = sharded.optimizer_of("overlap", model, AdversarialStreams({}))
+    optimizer = sharded.optimizer_of(arm, model, AdversarialStreams({}))
     sharded.train(model, optimizer, rank, CPU)
     saved = model.get_submodule(part).state_dict(prefix=f"{part}." if part else "")  # nobody drained: the hook does
     return len(saved), [name for name, p in saved.items() if not torch.equal(p.to_local(), expected[f"p {name}"])]
 
 
+@pytest.mark.parametrize("arm", ["overlap", "stream"])
 @pytest.mark.parametrize(("part", "tensors"), [("", 14), ("blocks.5", 2)], ids=["model", "block"])
-def test_a_state_dict_of_the_model_or_of_a_part_drains_first(part: str, tensors: int) -> None:
-    assert on_ranks(2, model_state_dict, part) == [(tensors, [])] * 2
+def test_a_state_dict_of_the_model_or_of_a_part_drains_first(part: str, tensors: int, arm: str) -> None:
+    assert on_ranks(2, model_state_dict, part, arm) == [(tensors, [])] * 2
 
 
-def unmanaged(rank: int) -> tuple[str, bool, list[str]]:
+def unmanaged(rank: int, arm: str) -> tuple[str, bool, list[str]]:
     import warnings
 
     class WithExtra(nn.Module):
@@ -185,7 +191,7 @@ def unmanaged(rank: int) -> tuple[str, bool, list[str]]:
         else:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                schedule = Schedule("overlap", offloaded=True, chunk_bytes=1 << 20, deferred=True)
+                schedule = sharded.schedule_of(arm)
                 optimizer = OffloadedAdamW(model.parameters(), **sharded.OPTIONS, model=model, schedule=schedule)
             optimizers = [optimizer]
             text = "\n".join(str(w.message) for w in caught)
@@ -208,8 +214,9 @@ def unmanaged(rank: int) -> tuple[str, bool, list[str]]:
     return text, synchronous, wrong
 
 
-def test_a_parameter_fsdp_does_not_manage_warns_and_updates_synchronously() -> None:
-    for text, synchronous, wrong in on_ranks(2, unmanaged):
+@pytest.mark.parametrize("arm", ["overlap", "stream"])
+def test_a_parameter_fsdp_does_not_manage_warns_and_updates_synchronously(arm: str) -> None:
+    for text, synchronous, wrong in on_ranks(2, unmanaged, arm):
         assert "scale" in text
         assert synchronous
         assert wrong == []

@@ -137,8 +137,8 @@ def soak(
     return Soaked(snapshot(trainee.model, optimizer), seen, replicas)
 
 
-def soaked(rank: int) -> tuple[str | None, bool, list[bool], list[str], int]:
-    """overlap against plain AdamW: first difference, whether evaluations agree, whether each replica does, unordered
+def soaked(rank: int) -> dict[str, tuple[str | None, bool, list[bool], list[str], int]]:
+    """Arms against plain AdamW: first difference, whether evaluations agree, whether each replica does, unordered
     accesses, bytes grown."""
     case = Case(2, clip=False, size=SMALLER)
     plain = build(case, rank, CPU)
@@ -146,8 +146,14 @@ def soaked(rank: int) -> tuple[str | None, bool, list[bool], list[str], int]:
     assert group is not None
     reference = torch.optim.AdamW(plain.model.parameters(), **OPTIONS, fused=True)
     expected = soak(plain, reference, Broadcaster(plain.model, group, nullcontext, sparse=False), lambda: None)
+    return {arm: soaked_arm(arm, case, rank, group, expected) for arm in ("overlap", "stream")}
+
+
+def soaked_arm(
+    arm: str, case: Case, rank: int, group: dist.ProcessGroup, expected: Soaked
+) -> tuple[str | None, bool, list[bool], list[str], int]:
     trainee, streams = build(case, rank, CPU), AdversarialStreams(SIDES)
-    optimizer = optimizer_of(variants(["overlap"])[0], trainee, case, streams)
+    optimizer = optimizer_of(variants([arm])[0], trainee, case, streams)
     broadcaster = Broadcaster(trainee.model, group, optimizer.settled)
     rss = []
 
@@ -176,9 +182,11 @@ def soaked(rank: int) -> tuple[str | None, bool, list[bool], list[str], int]:
 
 
 def test_a_soak_with_evaluations_broadcasts_saves_and_loads_between() -> None:
-    for difference, evaluations_agree, replicas_agree, violations, grown in on_ranks(2, soaked):
-        assert difference is None
-        assert evaluations_agree
-        assert replicas_agree == [True] * (SOAK // 50)
-        assert violations == []
-        assert grown < 4 * MIB
+    results = [(arm, *result) for found in on_ranks(2, soaked) for arm, result in found.items()]
+    assert len(results) == 4
+    for arm, difference, evaluations_agree, replicas_agree, violations, grown in results:
+        assert difference is None, arm
+        assert evaluations_agree, arm
+        assert replicas_agree == [True] * (SOAK // 50), arm
+        assert violations == [], arm
+        assert grown < 4 * MIB, arm

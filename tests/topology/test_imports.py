@@ -83,13 +83,27 @@ def test_a_name_far_off_lists_what_there_is() -> None:
         ("<html/>", "<html>"),
         ("<graphs version='1'/>", "graph file"),
         ('<system version="1"><cpu numaid="0"><pci busid="what"/></cpu></system>', "no PCI address"),
+        ('<topology version="2.0"/>', "without any object"),
         ("GPU0 GPU1\nGPU0 X", "distance"),
+        (SMI.replace("8-15", "64-" + 23 * "9"), "no CPU or node has a number above 65535"),
+        (SMI.replace("SYS\tSYS\t0-7\t0", "SYS\tSYS\t0-7\t65536"), "no CPU or node has a number above 65535"),
     ],
 )
 def test_what_cannot_be_read_is_one_line_with_the_file(text: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=reason) as caught:
         load_machine(written(tmp_path, text))
     assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cpus", ["64-" + 23 * "9", "0-x"])
+def test_a_bad_cpu_list_in_a_copied_root_is_one_line(cpus: str, tmp_path: Path) -> None:
+    node = tmp_path / "sys/devices/system/node/node0"
+    node.mkdir(parents=True)
+    (node / "cpulist").write_text(f"{cpus}\n")
+    with pytest.raises(UsageError, match=f"{cpus}' is no CPU list") as caught:
+        load_machine(str(tmp_path))
+    assert str(caught.value).startswith(f"--from {tmp_path}: ")
     assert "\n" not in str(caught.value)
 
 
@@ -113,6 +127,24 @@ def test_nccl_order_links_and_affinity(tmp_path: Path) -> None:
     assert uplink.sharing == "unverified"
     assert machine.link("gpu0").rates == ()
     assert machine.link("socket of node1").rates == (), "a node is not a socket"
+
+
+def test_switches_written_by_hand_share_no_root_bus(tmp_path: Path) -> None:
+    def switch(number: int, *gpus: str) -> str:
+        below = "".join(f'<pci busid="{gpu}" class="0x030200" vendor="0x10de" device="0x2330"/>' for gpu in gpus)
+        return f'<pci busid="ffff:ff:{number:02x}.0" class="0x060400" vendor="0x0000" device="0x0000">{below}</pci>'
+
+    nodes = [
+        switch(1, "0001:00:00.0") + switch(2, "0002:00:00.0"),
+        switch(3, "0003:00:00.0") + switch(4, "0004:00:00.0", "0005:00:00.0"),
+    ]
+    cpus = "".join(f'<cpu numaid="{number}">{inside}</cpu>' for number, inside in enumerate(nodes))
+    machine = load_machine(written(tmp_path, f'<system version="1">{cpus}</system>'))
+    assert [(group.gpus, group.sharing) for group in machine.groups] == [
+        ((0,), "unverified"), ((1,), "unverified"), ((2,), "unverified"), ((3, 4), "unverified"),
+    ]  # fmt: skip
+    assert {gpu.root for gpu in machine.gpus} == {None}
+    assert "emulated-bridges" in {note.code for note in machine.notes}
 
 
 def test_smi_text_gives_nodes_and_suspected_groups(tmp_path: Path) -> None:
