@@ -152,3 +152,34 @@ class Engine(ABC):
         """Hold the host until every update and write-back queued so far has ended."""
         for event in (*self._updated.values(), *self._written_back.values()):
             event.synchronize()
+
+
+class InOrderEngine(Engine):
+    """The engines that queue a chunk's whole work at once, chunk after chunk. Only one step can have work left: the
+    next step() first queues whatever the forward never asked for."""
+
+    @abstractmethod
+    def _waiting(self) -> Sequence[Work]:
+        """What the step still owes, in order."""
+
+    @abstractmethod
+    def _queue(self, count: int) -> None:
+        """Queue the next `count` chunks, if there are as many."""
+
+    def before_read(self, chunks: Sequence[int]) -> list[Event]:
+        """Called when the parameters of these chunks are about to be read: queue their updates and `ahead` more.
+
+        Returns the events the reader must wait for.
+        """
+        last = max(chunks) + self.schedule.ahead
+        self._queue(sum(1 for work in self._waiting() if work.chunk.index <= last))
+        return [self._updated[chunk] for chunk in chunks if chunk in self._updated]
+
+    def queue_all(self) -> None:
+        """Queue every update the forward has not asked for."""
+        self._queue(len(self._waiting()))
+
+    def drain(self) -> None:
+        """Return when nothing is queued or in flight: parameters and host state are those of the last step."""
+        self.queue_all()
+        self._wait_for_all()

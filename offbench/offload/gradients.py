@@ -35,9 +35,12 @@ def sole_memory(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
     FSDP2 reduces a parameter group into one buffer of which all its gradients are views.
     """
+    count = getattr(torch._C, "_storage_Use_Count", None)  # private: without it gradients are simply not taken over
+    if count is None:
+        return None
     storage = gradients[0].untyped_storage()
     bases = {id(gradient._base) for gradient in gradients if gradient._base is not None}
     ours = len({id(gradient) for gradient in gradients}) + len(bases) + 1  # and `storage`
-    if torch._C._storage_Use_Count(storage._cdata) != ours:
+    if count(storage._cdata) != ours:
         return None
     return torch.empty(0, dtype=torch.uint8, device=gradients[0].device).set_(storage)

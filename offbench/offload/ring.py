@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from offbench.offload.chunks import Chunk, Staging, plan_staging
-from offbench.offload.engine import Engine, Work
+from offbench.offload.engine import InOrderEngine, Work
 from offbench.offload.staged import Staged
 from offbench.offload.streams import Event, Stream, Why
 
@@ -46,7 +46,7 @@ class _Step:
     """The update stream has waited for `ready`."""
 
 
-class RingEngine(Engine):
+class RingEngine(InOrderEngine):
     """Moves the chunks of one optimizer between `store` and a staging arena on the device.
 
     Only one step can have work left: the next step() first queues whatever the forward never asked for.
@@ -85,25 +85,8 @@ class RingEngine(Engine):
             self._queue(len(works))
             self._streams.compute().record().synchronize()
 
-    def before_read(self, chunks: Sequence[int]) -> list[Event]:
-        """Called when the parameters of these chunks are about to be read: queue their updates and `ahead` more.
-
-        Returns the events the reader must wait for.
-        """
-        if self._step is not None:
-            last = max(chunks) + self.schedule.ahead
-            self._queue(sum(1 for work in self._step.waiting if work.chunk.index <= last))
-        return [self._updated[chunk] for chunk in chunks if chunk in self._updated]
-
-    def queue_all(self) -> None:
-        """Queue every update the forward has not asked for."""
-        if self._step is not None:
-            self._queue(len(self._step.waiting))
-
-    def drain(self) -> None:
-        """Return when nothing is queued or in flight: parameters and host state are those of the last step."""
-        self.queue_all()
-        self._wait_for_all()
+    def _waiting(self) -> Sequence[Work]:
+        return self._step.waiting if self._step is not None else ()
 
     def _in_turn(self, works: Sequence[Work]) -> None:
         """Everything in, everything updated, everything out, on the compute stream."""

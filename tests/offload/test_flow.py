@@ -224,3 +224,20 @@ def held_where_nothing_is_resharded(rank: int) -> int:
 
 def test_staging_is_given_back_where_the_backward_gathers_nothing() -> None:
     assert on_ranks(2, held_where_nothing_is_resharded) == [0, 0]
+
+
+def test_a_torch_that_does_not_count_users_only_keeps_gradients_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    grown = []
+
+    def watch(engine) -> None:
+        recycle = engine._recycle
+
+        def spy(step, work, updated):
+            recycle(step, work, updated)
+            grown.append(step.grown_bytes)
+
+        engine._recycle = spy
+
+    assert trainer.run(stream(), AdversarialStreams(), watch).equals(trainer.plain())
+    assert set(grown) == {0}

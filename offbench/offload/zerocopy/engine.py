@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from offbench.offload.copies import Direction
-from offbench.offload.engine import Engine, Work
+from offbench.offload.engine import InOrderEngine, Work
 from offbench.offload.staged import Staged
-from offbench.offload.streams import Event, Stream, Why
+from offbench.offload.streams import Stream, Why
 
 _BOTH: tuple[Direction, Direction] = ("in", "out")
 
 
-class ZeroCopyEngine(Engine):
+class ZeroCopyEngine(InOrderEngine):
     """Runs the updates of one optimizer in order. Only one step can have work left: the next step() first queues
     whatever the forward never asked for."""
 
@@ -56,29 +56,13 @@ class ZeroCopyEngine(Engine):
             self._queue(len(works))
             self._streams.compute().record().synchronize()
 
-    def before_read(self, chunks: Sequence[int]) -> list[Event]:
-        """Called when the parameters of these chunks are about to be read: queue their updates and `ahead` more.
-
-        Returns the events the reader must wait for.
-        """
-        if self._step is not None:
-            last = max(chunks) + self.schedule.ahead
-            self._queue(sum(1 for work in self._step if work.chunk.index <= last))
-        return [self._updated[chunk] for chunk in chunks if chunk in self._updated]
-
-    def queue_all(self) -> None:
-        """Queue every update the forward has not asked for."""
-        if self._step is not None:
-            self._queue(len(self._step))
-
-    def drain(self) -> None:
-        """Return when nothing is queued or running: parameters and host state are those of the last step."""
-        self.queue_all()
-        self._wait_for_all()
+    def _waiting(self) -> Sequence[Work]:
+        return self._step or ()
 
     def _queue(self, count: int) -> None:
         """Queue the next `count` chunks, if there are as many."""
-        assert self._step is not None
+        if self._step is None:
+            return
         updates = self._streams.side("update") if self.schedule.deferred else self._streams.compute()
         for _ in range(min(count, len(self._step))):
             self._queue_chunk(updates, self._step.popleft())
