@@ -241,3 +241,60 @@ def test_a_torch_that_does_not_count_users_only_keeps_gradients_to_themselves(mo
 
     assert trainer.run(stream(), AdversarialStreams(), watch).equals(trainer.plain())
     assert set(grown) == {0}
+
+
+def queued_by_read(schedule: Schedule) -> tuple[int, int, list[int]]:
+    """Chunks, updates queued by the second step(), and updates queued in all after each read of the next forward."""
+    counts, total = [0], [0]
+    after_step: list[int] = []
+    reads: list[list[int]] = []
+
+    def watch(engine) -> None:
+        finish, step, before_read = engine._finish_update, engine.step, engine.before_read
+        total[0] = len(engine.chunks)
+
+        def spy_finish(*work):
+            counts[0] += 1
+            finish(*work)
+
+        def spy_step(works):
+            engine._finish()
+            counts[0] = 0
+            step(works)
+            after_step.append(counts[0])
+            reads.append([])
+
+        def spy_read(chunks):
+            events = before_read(chunks)
+            if reads:
+                reads[-1].append(counts[0])
+            return events
+
+        engine._finish_update, engine.step, engine.before_read = spy_finish, spy_step, spy_read
+
+    trainer.run(schedule, AdversarialStreams(), watch)
+    return total[0], after_step[1], reads[1][: total[0]]
+
+
+def test_step_updates_lead_chunks_and_each_read_one_more_than_it_needs() -> None:
+    chunks, by_step, by_read = queued_by_read(dataclasses.replace(stream(), lead=2, ahead=3))
+    assert by_step == 2
+    # The first read needs chunk 0, which is there, and queues one more; so does each read, until 3 are in front.
+    expected, queued = [], by_step
+    for read in range(chunks):
+        queued = max(queued, min(max(queued, read + 1) + 1, read + 1 + 3, chunks))
+        expected.append(queued)
+    assert by_read == expected
+    assert by_read[0] == 3
+    _, by_step, by_read = queued_by_read(dataclasses.replace(stream(), lead=1, ahead=0))
+    assert (by_step, by_read) == (1, list(range(1, chunks + 1))), "nothing is queued ahead"
+    _, _, by_read = queued_by_read(dataclasses.replace(stream(), lead=1, ahead=99))
+    assert by_read == [min(read + 2, chunks) for read in range(chunks)], "one more a read, not all at once"
+
+
+def test_pieces_cut_chunks_and_keep_the_windows() -> None:
+    whole = Schedule("overlap", offloaded=True, chunk_bytes=1 << 20, slots=4, deferred=True, lead=8, ahead=3)
+    cut = whole.in_pieces(4)
+    assert (cut.chunk_bytes, cut.slots, cut.lead, cut.ahead) == (1 << 18, 16, 32, 12)
+    assert whole.in_pieces(1) == whole
+    assert dataclasses.replace(whole, slots=None, copy_streams=False, deferred=False).in_pieces(4).slots is None
