@@ -174,7 +174,7 @@ def test_the_compiled_kernel_rounds_every_operation_once(tmp_path: Any, monkeypa
 
     from offbench.offload.zerocopy import kernel
 
-    pointers = ("params", "grads", "exp_avgs", "exp_avg_sqs", "powers1", "powers2")
+    pointers = ("weights", "grads", "exp_avgs", "exp_avg_sqs", "powers1", "powers2")
     constants = {"DECAY": True, "BLOCK": kernel.BLOCK, "STAGES": kernel.STAGES}
     kinds = dict.fromkeys(pointers, "*fp32") | {"which": "i32", "count": "i32"} | dict.fromkeys(constants, "constexpr")
     signature = {name: kinds.get(name, "fp32") for name in kernel.update.arg_names}
@@ -196,6 +196,27 @@ def test_the_compiled_kernel_rounds_every_operation_once(tmp_path: Any, monkeypa
     assert 2 * each <= found["mul.rn.f32"] <= 2 * each + 3
     assert "cp.async.cg.shared.global" in code, "whole blocks are read 16 bytes at a time"
     assert "st.global.v4.b32" in code
+
+
+@needs_triton
+def test_triton_binds_the_arguments_of_a_launch() -> None:
+    """What a launch does first, and needs no GPU: Triton writes a function whose own names a parameter may hide."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import create_function_from_signature
+
+    from offbench.offload.zerocopy import kernel
+
+    bind = create_function_from_signature(
+        kernel.update.signature, kernel.update.params, CUDABackend(GPUTarget("cuda", 90, 32))
+    )
+    tensor = torch.zeros(64)
+    bound, kinds, options = bind(
+        *(tensor,) * 6, 0, 64, *(0.1,) * 5, DECAY=True, BLOCK=kernel.BLOCK, STAGES=kernel.STAGES, num_warps=8
+    )
+    assert list(bound) == kernel.update.arg_names
+    assert [kind for kind, _ in kinds] == ["*fp32"] * 6 + ["i32"] * 2 + ["fp32"] * 5 + ["constexpr"] * 3
+    assert options == {"num_warps": 8}
 
 
 def test_the_books_count_every_byte_both_ways_and_no_staging() -> None:

@@ -40,7 +40,7 @@ WARPS, STAGES = 8, 3
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _block(  # type: ignore[no-untyped-def]
-    params,
+    weights,
     grads,
     exp_avgs,
     exp_avg_sqs,
@@ -61,7 +61,7 @@ def _block(  # type: ignore[no-untyped-def]
     m = tl.load(exp_avgs + offsets, mask=mask)
     v = tl.load(exp_avg_sqs + offsets, mask=mask)
     g = tl.load(grads + offsets, mask=mask)
-    p = tl.load(params + offsets, mask=mask)
+    p = tl.load(weights + offsets, mask=mask)
     if DECAY:
         p = tl.fma(decay * -1.0, p, p)  # a negation may be compiled to 0 - x, which loses the sign of zero
     m = tl.fma(beta1, m, tl.fma(beta1 * -1.0, g, g))
@@ -70,12 +70,12 @@ def _block(  # type: ignore[no-untyped-def]
     p = p - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), correction) + eps)
     tl.store(exp_avgs + offsets, m, mask=mask)
     tl.store(exp_avg_sqs + offsets, v, mask=mask)
-    tl.store(params + offsets, p, mask=mask)
+    tl.store(weights + offsets, p, mask=mask)
 
 
 @triton.jit(do_not_specialize=["which", "count"])  # type: ignore[untyped-decorator, unused-ignore]
 def update(  # type: ignore[no-untyped-def]
-    params,
+    weights,
     grads,
     exp_avgs,
     exp_avg_sqs,
@@ -100,12 +100,12 @@ def update(  # type: ignore[no-untyped-def]
     blocks = count // BLOCK
     for block in tl.range(mine, blocks, tl.num_programs(0), num_stages=STAGES):
         _block(
-            params, grads, exp_avgs, exp_avg_sqs, block * BLOCK, count,
+            weights, grads, exp_avgs, exp_avg_sqs, block * BLOCK, count,
             decay, beta1, beta2, step_size, correction, eps, DECAY, True, BLOCK,
         )  # fmt: skip
     if (mine == blocks % tl.num_programs(0)) & (blocks * BLOCK < count):
         _block(
-            params, grads, exp_avgs, exp_avg_sqs, blocks.to(tl.int64) * BLOCK, count,
+            weights, grads, exp_avgs, exp_avg_sqs, blocks.to(tl.int64) * BLOCK, count,
             decay, beta1, beta2, step_size, correction, eps, DECAY, False, BLOCK,
         )  # fmt: skip
 
