@@ -18,7 +18,7 @@ from offbench.errors import OffbenchError
 from offbench.offload import fsdp, updates
 from offbench.offload.chunks import Chunk, plan_chunks
 from offbench.offload.copies import Copier, Ledger
-from offbench.offload.deferral import deferrable
+from offbench.offload.deferral import deferrable, in_gather_order
 from offbench.offload.engine import Engine
 from offbench.offload.flow import FlowEngine
 from offbench.offload.hoststore import HostStore
@@ -97,8 +97,10 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def _lay_out(self, parameters: list[tuple[nn.Parameter, int]]) -> None:
         """Give these parameters chunks behind the ones there are, with zero moments in `self.state`."""
+        given = [p for p, _ in parameters]
         if self.schedule.deferred:
-            self.schedule = deferrable(self.schedule, self._model, [p for p, _ in parameters], self._streams)
+            self.schedule = deferrable(self.schedule, self._model, given, self._streams)
+            parameters = in_gather_order(self.schedule, self._model, parameters)
         if self.schedule.update == "host_memory":
             locals_ = [local_of(p) for p, _ in parameters]
             self.schedule = in_host_memory(self.schedule, self.device, self.implementation, locals_)
@@ -119,16 +121,18 @@ class OffloadedAdamW(torch.optim.AdamW):
             Member(p, group, step, offsets)
             for (p, group), step, offsets in zip(parameters, counters.unbind(), moments, strict=True)
         ]
+        states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for chunk, home in zip(new, homes, strict=True):
             mine, members = members[: len(chunk.members)], members[len(chunk.members) :]
             for member in mine:
                 first, second = member.views(Staged.whole(home))
-                self.state[member.parameter] = {
+                states[member.parameter] = {
                     "step": torch.tensor(0.0),
                     "exp_avg": placed_like(member.parameter, apart(first)),
                     "exp_avg_sq": placed_like(member.parameter, apart(second)),
                 }
             self._members.append(mine)
+        self.state.update((parameter, states[parameter]) for parameter in given)
         self.chunks += new
         if self.schedule.offloaded:
             self._engine = self._engine_for(self.schedule)
@@ -158,7 +162,13 @@ class OffloadedAdamW(torch.optim.AdamW):
             assert self._model is not None
             chunk_of = {m.parameter: index for index, members in enumerate(self._members) for m in members}
             guard = fsdp.ReadGuard(
-                self._model, chunk_of, engine.before_read, engine.drain, self._streams, engine.before_backward
+                self._model,
+                chunk_of,
+                engine.before_read,
+                engine.drain,
+                self._streams,
+                engine.before_backward,
+                engine.look_ahead,
             )
             self._finalizer = weakref.finalize(self, _end, engine, guard)
             self._finalizer.atexit = False

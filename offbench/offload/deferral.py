@@ -45,3 +45,17 @@ def _not_deferrable(model: nn.Module | None, parameters: Sequence[nn.Parameter],
     except fsdp.UnknownFSDP as unknown:
         return str(unknown)
     return None
+
+
+def in_gather_order(
+    schedule: Schedule, model: nn.Module | None, parameters: Sequence[tuple[nn.Parameter, int]]
+) -> list[tuple[nn.Parameter, int]]:
+    """Parameters, with their param group's index, as the forward will gather them, if their updates are deferred.
+
+    A gather waits for the chunks it reads and for all before them. Param groups may have any order (norms and biases,
+    without weight decay, mostly come last), and the root's own parameters are gathered first, however late their use.
+    """
+    if not schedule.deferred or model is None:
+        return list(parameters)
+    order = fsdp.gather_order(model)
+    return sorted(parameters, key=lambda entry: order[entry[0]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -56,6 +57,9 @@ class Engine(ABC):
         self._copier = copier
         self._updated: dict[int, Event] = {}
         self._written_back: dict[int, Event] = {}
+        self._furthest = -1
+        """Last chunk that this step's forward has asked for."""
+        self._host_parts: dict[tuple[int, int, int], torch.Tensor] = {}
         self._plan()
 
     @property
@@ -67,10 +71,20 @@ class Engine(ABC):
     def step(self, works: Sequence[Work]) -> None:
         """Queue one optimizer step."""
 
-    @abstractmethod
-    def before_read(self, chunks: Sequence[int]) -> list[Event]:
-        """Called when the parameters of these chunks are about to be read: queue their updates and what the schedule
-        wants in front of them. Returns the events the reader must wait for."""
+    def before_read(self, chunks: Sequence[int], look_ahead: bool = True) -> list[Event]:
+        """Called when the parameters of these chunks are about to be read: queue their updates and, if asked to, look
+        ahead. Returns the events the reader must wait for."""
+        last = max(chunks)
+        self._furthest = max(self._furthest, last)
+        self._queue(self._up_to(last))
+        if look_ahead:
+            self.look_ahead()
+        return [self._updated[chunk] for chunk in chunks if chunk in self._updated]
+
+    def look_ahead(self, at_leisure: bool = False) -> None:
+        """Queue updates until `ahead` chunks are queued in front of what the forward has asked for. at_leisure: the
+        host has time, for the device is busy with what was queued before."""
+        self._queue(self._up_to(self._furthest + self.schedule.ahead))
 
     def before_backward(self, chunks: Sequence[int]) -> None:  # noqa: B027 - most engines have nothing to do then
         """Called before the backward of the modules that these chunks' parameters belong to."""
@@ -80,6 +94,14 @@ class Engine(ABC):
         """Return when nothing is queued or in flight: parameters and host state are those of the last step."""
 
     @abstractmethod
+    def _waiting(self) -> Sequence[Work]:
+        """What the step still owes, in order."""
+
+    @abstractmethod
+    def _queue(self, count: int) -> None:
+        """Queue the next `count` chunks, if there are as many."""
+
+    @abstractmethod
     def _plan(self) -> None:
         """Chunks, resident state or schedule have changed."""
 
@@ -87,17 +109,24 @@ class Engine(ABC):
         """Take over a longer list of chunks (the store has them already) and, maybe, another schedule."""
         self.drain()
         self.chunks, self.schedule = chunks, schedule
+        self._host_parts = {}
         self._plan()
+
+    def _count_step(self) -> None:
+        self.ledger.step += 1
+        self._furthest = -1
+
+    def _up_to(self, chunk: int) -> int:
+        """How many updates are owed up to and with this chunk."""
+        return sum(1 for _ in takewhile(lambda work: work.chunk.index <= chunk, self._waiting()))
 
     def _move_in(self, stream: Stream, chunk: Chunk, staged: Staged) -> Event:
         """Queue the copies into staging; the event follows the last of them."""
-        host = self._store.chunk(chunk.index)
-        return self._copy(stream, "in", [(part, host[at : at + part.numel()]) for at, part in staged.parts])
+        return self._copy(stream, "in", [(part, self._host(chunk, at, part.numel())) for at, part in staged.parts])
 
     def _move_out(self, stream: Stream, chunk: Chunk, staged: Staged) -> Event:
         """Queue the copies back to the host, and in debug runs the NaN behind them."""
-        host = self._store.chunk(chunk.index)
-        end = self._copy(stream, "out", [(host[at : at + part.numel()], part) for at, part in staged.parts])
+        end = self._copy(stream, "out", [(self._host(chunk, at, part.numel()), part) for at, part in staged.parts])
         if not self.debug:
             return end
 
@@ -107,6 +136,13 @@ class Engine(ABC):
 
         stream.run(poison, writes=[self._streams.access(part) for _, part in staged.parts])
         return stream.record()
+
+    def _host(self, chunk: Chunk, at: int, nbytes: int) -> torch.Tensor:
+        """Bytes of a chunk in host memory; made once, for every tensor made anew costs the host time."""
+        key = (chunk.index, at, nbytes)
+        if key not in self._host_parts:
+            self._host_parts[key] = self._store.chunk(chunk.index)[at : at + nbytes]
+        return self._host_parts[key]
 
     def _copy(self, stream: Stream, direction: Direction, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         def copy() -> None:
@@ -157,23 +193,6 @@ class Engine(ABC):
 class InOrderEngine(Engine):
     """The engines that queue a chunk's whole work at once, chunk after chunk. Only one step can have work left: the
     next step() first queues whatever the forward never asked for."""
-
-    @abstractmethod
-    def _waiting(self) -> Sequence[Work]:
-        """What the step still owes, in order."""
-
-    @abstractmethod
-    def _queue(self, count: int) -> None:
-        """Queue the next `count` chunks, if there are as many."""
-
-    def before_read(self, chunks: Sequence[int]) -> list[Event]:
-        """Called when the parameters of these chunks are about to be read: queue their updates and `ahead` more.
-
-        Returns the events the reader must wait for.
-        """
-        last = max(chunks) + self.schedule.ahead
-        self._queue(sum(1 for work in self._waiting() if work.chunk.index <= last))
-        return [self._updated[chunk] for chunk in chunks if chunk in self._updated]
 
     def queue_all(self) -> None:
         """Queue every update the forward has not asked for."""

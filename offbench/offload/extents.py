@@ -62,10 +62,9 @@ class Range:
     stop: int
     guards: Guards
 
-    @property
-    def memory(self) -> torch.Tensor:
-        """uint8 [stop - start]."""
-        return self.extent.memory[self.start : self.stop]
+    def bytes(self, nbytes: int) -> torch.Tensor:
+        """Its first bytes, uint8 [nbytes]."""
+        return self.extent.memory[self.start : self.start + nbytes]
 
 
 class Extents:
@@ -73,29 +72,33 @@ class Extents:
 
     def __init__(self) -> None:
         self.all: list[Extent] = []
-        self._clock = 0
-
-    @property
-    def nbytes(self) -> int:
+        self.nbytes = 0
         """Bytes of all extents, free or not."""
-        return sum(extent.nbytes for extent in self.all)
+        self._free = 0
+        self._clock = 0
 
     def add(self, memory: torch.Tensor, why: Why, ready: Event) -> Extent:
         """Take over memory (uint8, contiguous) whose last use so far is over when `ready` has passed."""
         extent = Extent(memory, ready)
         extent.free.append(_Free(0, extent.nbytes, {why: (self._now(), ready)}))
         self.all.append(extent)
+        self.nbytes += extent.nbytes
+        self._free += extent.nbytes
         return extent
 
     def take(self, sizes: Iterable[int]) -> list[Range] | None:
         """A range for each of the sizes, or None, and nothing taken, when they do not all fit."""
+        wanted = [-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes]
+        if sum(wanted) > self._free:  # most calls end here
+            return None
         taken: list[Range] = []
-        for nbytes in sizes:
-            found = self._best(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+        for nbytes in wanted:
+            found = self._best(nbytes)
             if found is None:
                 for one in reversed(taken):
                     self._insert(one.extent, _Free(one.start, one.stop, one.guards))
                 return None
+            self._free -= nbytes
             taken.append(found)
         return taken
 
@@ -112,6 +115,8 @@ class Extents:
         """Forget an idle extent, whose memory goes back to whom it came from once the returned events have passed."""
         assert extent.idle
         self.all.remove(extent)
+        self.nbytes -= extent.nbytes
+        self._free -= extent.nbytes
         return [(why, event) for why, (_, event) in extent.free[0].guards.items()]
 
     @staticmethod
@@ -138,9 +143,9 @@ class Extents:
             extent.free.append(_Free(free.start + nbytes, free.stop, free.guards))
         return Range(extent, free.start, free.start + nbytes, free.guards)
 
-    @staticmethod
-    def _insert(extent: Extent, new: _Free) -> None:
+    def _insert(self, extent: Extent, new: _Free) -> None:
         """Add a free range and merge it with its neighbours."""
+        self._free += new.stop - new.start
         for other in [free for free in extent.free if free.stop == new.start or free.start == new.stop]:
             extent.free.remove(other)
             new = _Free(min(other.start, new.start), max(other.stop, new.stop), later(other.guards, new.guards))

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from offbench.offload.chunks import Chunk
 from offbench.offload.engine import Engine, Work
@@ -43,8 +43,17 @@ EXTENT_BYTES = 512 << 20
 """The arena is made of pieces of this size, so that it returns to the allocator bit by bit."""
 BURST = 1
 """Chunks that one read queues beyond its own: the host has the forward's kernels to launch, and must not stop."""
+BURST_AT_LEISURE = 4
+"""Chunks queued where the device has work for a while and the host is about to wait for it."""
 LEAST_CHUNKS = 2
 """Smallest arena, in chunks: one moves in while another is written back."""
+
+
+class _Place(NamedTuple):
+    """Where a chunk is staged."""
+
+    ranges: list[Range]
+    state: Staged
 
 
 @dataclass
@@ -59,9 +68,9 @@ class _Step:
     """Passed when compute has clipped the gradients."""
     gradients: dict[int, GradientMemory]
     """By address of their memory."""
-    moved: dict[int, tuple[list[Range], Event]] = field(default_factory=dict)
+    moved: dict[int, tuple[_Place, Event]] = field(default_factory=dict)
     """Chunks moving in ahead of their update: where, and the event behind it."""
-    staged: deque[tuple[Chunk, list[Range]]] = field(default_factory=deque)
+    staged: deque[tuple[Chunk, _Place]] = field(default_factory=deque)
     """Updated chunks that are not written back yet, oldest first."""
     grown_bytes: int = 0
     """Gradient memory taken over."""
@@ -70,6 +79,8 @@ class _Step:
     """Once everything is queued: extents in the order in which they are written back."""
     backward: set[int] = field(default_factory=set)
     """Chunks whose gradients come next or are there."""
+    backward_bytes: int = 0
+    """What those gradients take."""
 
 
 class FlowEngine(Engine):
@@ -103,7 +114,7 @@ class FlowEngine(Engine):
         self._finish()
         if not works:
             return
-        self.ledger.step += 1
+        self._count_step()
         if self._at_loss is None:
             self._at_loss = self._headroom.left_at_loss(self._streams.allocated())
         self._add_arena()
@@ -112,24 +123,22 @@ class FlowEngine(Engine):
         self._step = _Step(deque(works), deque(moving), ready, by_memory(works))
         self._streams.side("update").wait(ready, Why.GRADIENTS_READY)
         self._move_ahead(self._step)
-        self._queue(self._step, min(self.schedule.lead, len(works)))
+        self._queue(self.schedule.lead)
 
-    def before_read(self, chunks: Sequence[int]) -> list[Event]:
-        """Queue the updates of these chunks, and a few more until `ahead` are queued in front."""
-        step = self._step
-        if step is not None:
-            needed = sum(1 for work in step.waiting if work.chunk.index <= max(chunks))
-            ahead = sum(1 for work in step.waiting if work.chunk.index <= max(chunks) + self.schedule.ahead)
-            self._queue(step, min(ahead, needed + BURST))
-        return [self._updated[chunk] for chunk in chunks if chunk in self._updated]
+    def look_ahead(self, at_leisure: bool = False) -> None:
+        """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""
+        most = BURST_AT_LEISURE if at_leisure else BURST
+        self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
 
     def before_backward(self, chunks: Sequence[int]) -> None:
         """Give back the memory that the gradients of these chunks need."""
         if self._step is None:
             self._headroom.backward(self._streams.allocated())
         else:
-            self._queue(self._step, len(self._step.waiting))
-            self._step.backward.update(chunks)
+            self._queue(len(self._step.waiting))
+            for chunk in set(chunks) - self._step.backward:
+                self._step.backward.add(chunk)
+                self._step.backward_bytes += self.chunks[chunk].nbytes // 2
             self._make_room(self._step)
 
     def drain(self) -> None:
@@ -140,7 +149,7 @@ class FlowEngine(Engine):
     def _finish(self) -> None:
         """Queue what the step still owes, and let compute have its memory back."""
         if self._step is not None:
-            self._queue(self._step, len(self._step.waiting))
+            self._queue(len(self._step.waiting))
             while self._step.arrived:
                 self._give_back(self._step.arrived.pop(0))
             self._step = None
@@ -153,8 +162,14 @@ class FlowEngine(Engine):
             self._extents.add(memory, Why.ARENA_READY, self._streams.compute().record())
             left -= nbytes
 
-    def _queue(self, step: _Step, count: int) -> None:
+    def _waiting(self) -> Sequence[Work]:
+        return self._step.waiting if self._step is not None else ()
+
+    def _queue(self, count: int) -> None:
         """Queue the next `count` chunks, if there are as many; after the last one, all write-back."""
+        step = self._step
+        if step is None:
+            return
         for _ in range(min(count, len(step.waiting))):
             self._queue_chunk(step, step.waiting.popleft())
         if step.waiting or not self._extents.all or step.arrived:
@@ -172,10 +187,10 @@ class FlowEngine(Engine):
             while work.chunk.index not in step.moved:  # no room yet: the oldest updated chunks are written back
                 self._write_back(*step.staged.popleft())
                 self._move_ahead(step)
-            ranges, loaded = step.moved.pop(work.chunk.index)
+            place, loaded = step.moved.pop(work.chunk.index)
             self._streams.side("update").wait(loaded, Why.LOADED)
-            step.staged.append((work.chunk, ranges))
-            self._finish_update(step, work, self._staged(work.chunk, ranges))
+            step.staged.append((work.chunk, place))
+            self._finish_update(step, work, place.state)
         self._move_ahead(step)
         self.staging_peak = max(self.staging_peak, self._extents.nbytes)
 
@@ -190,19 +205,17 @@ class FlowEngine(Engine):
             step.to_move.popleft()
             for why, event in self._extents.guards(ranges):
                 moves_in.wait(event, why)
-            step.last_in = self._move_in(moves_in, chunk, self._staged(chunk, ranges))
-            step.moved[chunk.index] = (ranges, step.last_in)
+            parts = zip(self._segments[chunk.index], ranges, strict=True)
+            place = _Place(ranges, Staged([(start, range_.bytes(nbytes)) for (start, nbytes), range_ in parts]))
+            step.last_in = self._move_in(moves_in, chunk, place.state)
+            step.moved[chunk.index] = (place, step.last_in)
 
-    def _staged(self, chunk: Chunk, ranges: Sequence[Range]) -> Staged:
-        parts = zip(self._segments[chunk.index], ranges, strict=True)
-        return Staged([(start, range_.memory[:nbytes]) for (start, nbytes), range_ in parts])
-
-    def _write_back(self, chunk: Chunk, ranges: Sequence[Range]) -> None:
+    def _write_back(self, chunk: Chunk, place: _Place) -> None:
         moves_out = self._streams.side("out")
         moves_out.wait(self._updated[chunk.index], Why.UPDATED)
-        event = self._move_out(moves_out, chunk, self._staged(chunk, ranges))
+        event = self._move_out(moves_out, chunk, place.state)
         self._written_back[chunk.index] = event
-        for range_ in ranges:
+        for range_ in place.ranges:
             self._extents.give(range_, Why.SLOT_FREE, event)
 
     def _finish_update(self, step: _Step, work: Work, staged: Staged) -> None:
@@ -233,8 +246,7 @@ class FlowEngine(Engine):
 
     def _make_room(self, step: _Step) -> None:
         """Give back as much memory as the gradients that come next need, and whatever is written back already."""
-        gradients = sum(chunk.nbytes for chunk in self.chunks if chunk.index in step.backward) // 2
-        held = self._arena_bytes + step.grown_bytes - gradients
+        held = self._arena_bytes + step.grown_bytes - step.backward_bytes
         while step.arrived and (self._extents.nbytes > held or self._extents.passed(step.arrived[0])):
             self._give_back(step.arrived.pop(0))
 

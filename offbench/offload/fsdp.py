@@ -9,13 +9,21 @@ Note [Readers of a sharded parameter]
     - on a mesh of one rank nothing is read before `wait_for_unshard`, on the current stream: it waits there.
     `unshard` is also called when nothing is to be gathered; then nobody waits.
 
+Note [When the host has time]
+    What a gather needs is queued at the gather. What comes after it can be queued later, and the moment matters where
+    the host cannot run far ahead of the device: a trainer with expert parallelism reads the experts' counts back once
+    a layer, and between that and the next layer's first kernel the device idles for as long as the host takes. A group
+    nested in a block (the experts, a router) starts its forward while the device still computes the block's attention,
+    and mostly just before the host waits for the counts: its `wait_for_unshard` looks ahead at leisure. In a model
+    without nested groups every gather looks ahead.
+
 Checked on torch 2.11 and 2.15, where `_fsdp_param_group` became the list `_fsdp_param_groups`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -24,10 +32,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from offbench.offload.streams import Event, Stream, Streams, Why
 
-BeforeRead = Callable[[Sequence[int]], list[Event]]
-"""Chunks about to be gathered -> what the gather must wait for."""
+
+class BeforeRead(Protocol):
+    """Chunks about to be gathered -> what the gather must wait for; look_ahead: it may queue more than they need."""
+
+    def __call__(self, chunks: Sequence[int], look_ahead: bool) -> list[Event]: ...
+
+
 BeforeBackward = Callable[[Sequence[int]], None]
 """Called before the backward of the modules whose parameters are in these chunks."""
+
+LookAhead = Callable[[bool], None]
+"""Queue what comes next; True: the host has time."""
 
 _GUARDS = "_offbench_guards"
 _GROUP = (
@@ -50,22 +66,49 @@ def param_groups(model: nn.Module) -> list[Any]:
 
     Raises UnknownFSDP when they do not look as they do in the versions this file was checked on.
     """
-    groups: dict[Any, None] = {}
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        if hasattr(state, "_fsdp_param_groups"):
-            groups |= dict.fromkeys(state._fsdp_param_groups)
-        elif hasattr(state, "_fsdp_param_group"):
-            groups |= dict.fromkeys([state._fsdp_param_group] if state._fsdp_param_group else [])
-        else:
-            raise UnknownFSDP(f"torch {torch.__version__}: FSDPState has no parameter groups")
+    groups = {
+        group: None for module in model.modules() if isinstance(module, FSDPModule) for group in _groups_of(module)
+    }
     for group in groups:
         missing = [name for name in _GROUP if not hasattr(group, name)]
         if missing:
             raise UnknownFSDP(f"torch {torch.__version__}: FSDPParamGroup has no {missing[0]}")
     return list(groups)
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    if hasattr(state, "_fsdp_param_group"):
+        return [state._fsdp_param_group] if state._fsdp_param_group else []
+    raise UnknownFSDP(f"torch {torch.__version__}: FSDPState has no parameter groups")
+
+
+def gather_order(model: nn.Module) -> dict[nn.Parameter, int]:
+    """By sharded parameter, which of the forward's gathers it belongs to, from 0: a module's group is gathered before
+    those inside it, so the root's comes first. Raises UnknownFSDP."""
+    return {p.sharded_param: at for at, group in enumerate(param_groups(model)) for p in group.fsdp_params}
+
+
+def nested_groups(model: nn.Module) -> set[Any]:
+    """The parameter groups of FSDP2 modules inside a block: inside another FSDP2 module that is not the root of all.
+
+    Raises UnknownFSDP.
+    """
+    wrapped = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    outside = {name: [other for other in wrapped if other != name and _lies_in(name, other)] for name in wrapped}
+    tops = [name for name in wrapped if not outside[name]]
+    root = tops[0] if len(tops) == 1 else None
+    found: set[Any] = set()
+    for name, module in wrapped.items():
+        if any(other != root for other in outside[name]):
+            found.update(_groups_of(module))
+    return found
+
+
+def _lies_in(name: str, other: str) -> bool:
+    return other == "" or name.startswith(f"{other}.")
 
 
 def managed_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -94,12 +137,16 @@ class ReadGuard:
         drain: Callable[[], None],
         streams: Streams,
         before_backward: BeforeBackward = lambda chunks: None,
+        look_ahead: LookAhead = lambda at_leisure: None,
     ) -> None:
         self._undo: list[Callable[[], None]] = []
+        nested = nested_groups(model)
         for group in param_groups(model):
             chunks = sorted({chunk_of[p.sharded_param] for p in group.fsdp_params if p.sharded_param in chunk_of})
             if chunks:
-                self._undo.append(_wrap(group, _Guard(chunks, before_read, before_backward, streams)))
+                inner = look_ahead if group in nested else None
+                guard = _Guard(chunks, before_read, before_backward, streams, inner, not nested)
+                self._undo.append(_wrap(group, guard))
         for module in model.modules():
             if module is model or isinstance(module, FSDPModule):
                 saving = module.register_state_dict_pre_hook(lambda *_: drain())  # type: ignore[no-untyped-call]
@@ -120,10 +167,14 @@ class _Guard(NamedTuple):
     before_read: BeforeRead
     before_backward: BeforeBackward
     streams: Streams
+    inner: LookAhead | None
+    """Of a nested group: called when its forward begins."""
+    looks_ahead: bool
+    """No group is nested: each gather looks ahead."""
 
     def reads(self, stream: Stream) -> None:
         """The stream is about to read the parameters."""
-        _wait_all(stream, self.before_read(self.chunks))
+        _wait_all(stream, self.before_read(self.chunks, self.looks_ahead))
 
 
 def _wrap(group: Any, guard: _Guard) -> Callable[[], None]:
@@ -161,6 +212,9 @@ def _install(group: Any, guards: list[_Guard]) -> None:
         if single and group._all_gather_result is not None:
             for guard in guards:
                 guard.reads(guard.streams.compute())
+        for guard in guards:
+            if guard.inner is not None:
+                guard.inner(True)
         return wait_for_unshard()
 
     group.unshard, group.wait_for_unshard = unshard_after_update, wait_after_update

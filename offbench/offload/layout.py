@@ -32,9 +32,13 @@ class Member:
     def views(self, chunk: Staged) -> tuple[torch.Tensor, torch.Tensor]:
         """exp_avg and exp_avg_sq, shaped as the local shard, out of a chunk's bytes."""
         local = self.local
-        nbytes = local.numel() * local.element_size()
-        first, second = (chunk.bytes(start, nbytes).view(local.dtype).view(local.shape) for start in self.moments)
-        return first, second
+        first, second = self.flat(chunk, local)
+        return first.view(local.shape), second.view(local.shape)
+
+    def flat(self, chunk: Staged, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """exp_avg and exp_avg_sq of this local shard, one-dimensional."""
+        first, second = self.moments
+        return chunk.flat(first, local.dtype, local.numel()), chunk.flat(second, local.dtype, local.numel())
 
 
 def local_of(tensor: Any) -> torch.Tensor:

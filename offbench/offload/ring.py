@@ -73,7 +73,7 @@ class RingEngine(InOrderEngine):
         self.queue_all()
         if not works:
             return
-        self.ledger.step += 1
+        self._count_step()
         if self._whole_first or not self.schedule.copy_streams:
             self._whole_first = False
             self._in_turn(works)

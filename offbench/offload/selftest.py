@@ -46,7 +46,7 @@ def gathers_wait(mesh: DeviceMesh, device: torch.device, streams: Streams) -> st
 
         asked: list[int] = []
 
-        def before_read(chunks: Sequence[int]) -> list[Event]:
+        def before_read(chunks: Sequence[int], look_ahead: bool) -> list[Event]:
             asked.extend(chunks)
             side.run(update)
             return [side.record()]

@@ -16,6 +16,7 @@ class Staged:
     def __init__(self, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
         self.parts = tuple(parts)
         self._starts = [start for start, _ in self.parts]
+        self._typed: dict[torch.dtype, list[torch.Tensor]] = {}
 
     @staticmethod
     def whole(state: torch.Tensor) -> Staged:
@@ -26,6 +27,14 @@ class Staged:
         """uint8 [nbytes] of the chunk's bytes from `start`; they must lie in one part, as a whole moment does."""
         at, part = self.parts[bisect_right(self._starts, start) - 1]
         return part[start - at : start - at + nbytes]
+
+    def flat(self, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """`count` elements of `dtype` [count] at the chunk's byte `start`; they must lie in one part."""
+        if dtype not in self._typed:
+            self._typed[dtype] = [part.view(dtype) for _, part in self.parts]
+        which = bisect_right(self._starts, start) - 1
+        first = (start - self._starts[which]) // dtype.itemsize
+        return self._typed[dtype][which][first : first + count]
 
 
 def segments(chunk: Chunk, least: int) -> list[tuple[int, int]]:

@@ -51,13 +51,20 @@ def run(
     """Queue one AdamW step of these parameters on the current stream.
 
     gradients: shaped as the members' local shards. state: the bytes of their chunk; in_place: they are in host memory.
+    AdamW is elementwise, so contiguous tensors are handed over flat: a tensor made costs the host more than it looks.
     """
-    moments = [member.views(state) for member in members]
+    parameters = [member.local for member in members]
+    if all(tensor.is_contiguous() for tensor in (*parameters, *gradients)):
+        parameters = [_flat(parameter) for parameter in parameters]
+        gradients = [_flat(gradient) for gradient in gradients]
+        moments = [member.flat(state, local) for member, local in zip(members, parameters, strict=True)]
+    else:
+        moments = [member.views(state) for member in members]
     if in_place:
         from offbench.offload.zerocopy import kernel  # needs Triton
 
         kernel.adamw(
-            [member.local for member in members],
+            parameters,
             gradients,
             [first for first, _ in moments],
             [second for _, second in moments],
@@ -66,7 +73,7 @@ def run(
         )
         return
     adamw(
-        [member.local for member in members],
+        parameters,
         list(gradients),
         [first for first, _ in moments],
         [second for _, second in moments],
@@ -78,3 +85,7 @@ def run(
         maximize=False,
         **vars(hyper),
     )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 1 else tensor.view(-1)

@@ -47,7 +47,7 @@ class ZeroCopyEngine(InOrderEngine):
         self.queue_all()
         if not works:
             return
-        self.ledger.step += 1
+        self._count_step()
         self._step = deque(works)
         if self.schedule.deferred:
             self._streams.side("update").wait(self._streams.compute().record(), Why.GRADIENTS_READY)
