@@ -110,7 +110,7 @@ def _unseen(machine: Machine, gpu: int) -> bool:
 
 
 def _only(machine: Machine, ids: Iterable[str], kinds: Sequence[LinkKind]) -> tuple[str, ...]:
-    wanted = {link.id for link in machine.links if link.kind in kinds} | ({HIDDEN} if "c2c" in kinds else set())
+    wanted = {link.id for link in machine.links if link.kind in kinds} | {HIDDEN}
     return tuple(link for link in ids if link in wanted)
 
 
@@ -168,5 +168,5 @@ def floor_json(floor: Floor) -> dict[str, object]:
         "bytes_in": floor.flows[0].bytes_in if floor.flows else None,
         "bytes_out": floor.flows[0].bytes_out if floor.flows else None,
         "ranks": len(floor.flows),
-        "ends_s": floor.ends_s,
+        "ends_s": None if floor.seconds is None else floor.ends_s,
     }

@@ -259,6 +259,20 @@ def test_several_launches_have_the_median_of_their_ideals() -> None:
     assert found.gap_s == pytest.approx(1.45 - 2 * STATE_S / 0.8)
 
 
+def test_exposed_time_over_the_floor() -> None:
+    launches = [record(spec("main"), 2.75, i, floor={"seconds": seconds}) for i, seconds in enumerate((0.4, 0.5), 1)]
+    group = only([record(spec()), *launches, record(spec("overlap"), 2.5)])
+    main, overlap, none = (
+        dict(zip(headers(group), line, strict=True)) for line in (cells(group)[i] for i in (1, 2, 0))
+    )
+    assert [main[name] for name in ("exposed s", "floor s", "x floor")] == ["0.750", "0.500", "1.50"], (
+        "the worst launch"
+    )
+    assert (overlap["floor s"], overlap["x floor"]) == ("-", "-"), "a floor that is not known is no zero"
+    assert (none["floor s"], none["x floor"]) == ("-", "-")
+    assert (figures(row(group, "main"))["floor_s"], figures(row(group, "main"))["x_floor"]) == (0.5, 1.5)
+
+
 def placed(*ranks: tuple[int | None, ...]) -> list[dict[str, Any]]:
     names = ("local_bytes", "same_socket_bytes", "remote_bytes", "unknown_bytes")
     return [{"rank": i, **dict(zip(names, rank, strict=True))} for i, rank in enumerate(ranks)]

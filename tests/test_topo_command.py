@@ -102,6 +102,11 @@ def test_memory_of_the_host_has_a_floor_where_cpus_step(capsys: pytest.CaptureFi
         (["--from", "seed-8xh200", "--bytes", "1GiB", "--dram", "fast"], "--dram fast: not a rate"),
         (["--from", "seed-8xh200", "--bytes", "1GiB", "--remote", "9"], "only 8 ranks"),
         (["--from", "seed-8xh200", "--measure"], "leave out --from"),
+        (["--from", ""], "--from is empty; give a machine (seed-8xh200)"),
+        (["--from", "seed-8xh200", "--bytes", ""], "--bytes : not a size"),
+        (["--from", "seed-8xh200", "--model", ""], "unknown model"),
+        (["--from", "seed-8xh200", "--bytes", "1GiB", "--dram", ""], "--dram : not a rate"),
+        (["--from", "seed-8xh200", "--bytes", "1GiB", "--world", "0"], "'--world'"),
         (["--from", "sead-8xh200"], "did you mean seed-8xh200"),
         (["--from", "seed-8xh200", "--save", "/nowhere/x.json"], "--save /nowhere/x.json: cannot be written"),
     ],
@@ -144,6 +149,15 @@ def test_one_gpu_of_a_larger_job_says_who_is_missing() -> None:
     assert "7 of 8 ranks are not on this machine" in text
     assert "1 rank here" in text
     assert "* incomplete, the true floor may be higher: capacity not known of 1 socket" in text
+
+
+def test_gpus_hidden_from_this_process_get_no_rank() -> None:
+    of = machine(PAIRS)
+    two = replace(of, gpus=tuple(replace(g, cuda_ordinal=g.index if g.index < 2 else None) for g in of.gpus))
+    assert "1.0 GiB out a rank, 2 ranks here" in shown(TopoOptions(size="1GiB"), two)
+    text = shown(TopoOptions(size="1GiB", world=8), two)
+    assert "2 ranks here" in text
+    assert "6 of 8 ranks are not on this machine" in text
 
 
 def test_text_that_looks_like_markup_stays_as_it_is() -> None:
@@ -207,6 +221,16 @@ def test_a_cache_that_cannot_be_written_is_a_warning(cache: Path) -> None:
     cache.parent.write_text("a file where a folder should be")
     text = shown(TopoOptions(measure=True), machine(PAIRS), measure=fabric(SEED))
     assert "could not be kept" in text
+
+
+def test_a_user_without_a_home_folder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nobody)
+    text = shown(TopoOptions(measure=True), machine(PAIRS), measure=fabric(SEED))
+    assert "could not be kept for later runs: no home folder; set\n  XDG_CACHE_HOME" in text
 
 
 def test_a_cache_of_another_layout_is_ignored(cache: Path) -> None:

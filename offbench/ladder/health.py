@@ -11,6 +11,7 @@ from dataclasses import replace
 from offbench.ladder.copy_window import Way
 from offbench.ladder.plan import BINDS, DIRECTIONS, Outcome, Rates, Sample, Set
 from offbench.topology.capacity import generation, gt_of_generation, line_rate
+from offbench.topology.links import UNDER_LOAD
 from offbench.topology.model import Gpu, Machine, Note
 from offbench.units import gib
 
@@ -28,7 +29,7 @@ def under_load(gpu: Gpu, outcomes: Sequence[Outcome]) -> Gpu:
     if not read:
         return gpu
     speed, width = gt_of_generation(int(read[-1][1])), int(read[-1][2])
-    return replace(gpu, pcie=replace(gpu.pcie, current_gt_s=speed, current_width=width, source="NVML under load"))
+    return replace(gpu, pcie=replace(gpu.pcie, current_gt_s=speed, current_width=width, source=UNDER_LOAD))
 
 
 def notes_after(machine: Machine, outcomes: Sequence[Outcome], rates: Rates) -> tuple[Note, ...]:
@@ -57,7 +58,7 @@ def _narrow(gpus: Sequence[Gpu]) -> Iterator[Note]:
     for gpu in gpus:
         now = line_rate(gpu.pcie.current_gt_s, gpu.pcie.current_width)
         best = line_rate(gpu.pcie.max_gt_s, gpu.pcie.max_width)
-        if gpu.pcie.source == "NVML under load" and now is not None and best is not None and now < best:
+        if gpu.pcie.source == UNDER_LOAD and now is not None and best is not None and now < best:
             is_now = f"Gen{generation(gpu.pcie.current_gt_s)} x{gpu.pcie.current_width}"
             could_be = f"Gen{generation(gpu.pcie.max_gt_s)} x{gpu.pcie.max_width}"
             text = f"GPU {gpu.index}: its PCIe link runs at {is_now} under load, it could be {could_be}"

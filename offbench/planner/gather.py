@@ -228,7 +228,7 @@ def plan_links(
     """Rates of the options, else of --from, else of the record's launches, else of this host; and the machine that
     they are read from."""
     if options.one_way is not None:
-        if options.source:
+        if options.source is not None:
             raise UsageError("--one-way and --from both say how fast copies are; give one")
         one = parse_rate("--one-way", options.one_way)
         both = None if options.both_ways is None else parse_rate("--both-ways", options.both_ways)
@@ -247,7 +247,7 @@ def plan_links(
             kind = "" if mode.kind == "real" else f", {count(mode.nproc, 'GPU')} copying"
             kind += "" if mode.emulate_link is None else f", emulated {gib(mode.emulate_link)} GiB/s both ways"
             return links, f"measured: median of {len(rows)} launches of none{kind}, {options.record}", None
-    machine = load_machine(options.source) if options.source else look()
+    machine = load_machine(options.source) if options.source is not None else look()
     if not machine.gpus:
         raise UsageError("no GPU here: describe a machine with --from, as in --from seed-8xh200, or give --one-way")
     ranks = min(job.world, len(machine.gpus))

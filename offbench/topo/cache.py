@@ -20,8 +20,12 @@ from offbench.topology.schema import from_json, to_json
 
 
 def folder(env: Mapping[str, str] = os.environ) -> Path:
-    """`$XDG_CACHE_HOME/offbench/topo`, by default below ~/.cache."""
-    base = env.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """`$XDG_CACHE_HOME/offbench/topo`, by default below ~/.cache. Raises OSError where there is no home folder either,
+    as for a user id without an entry in a container."""
+    try:
+        base = env.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise OSError("no home folder; set XDG_CACHE_HOME") from None
     return Path(base) / "offbench" / "topo"
 
 

@@ -74,7 +74,7 @@ def topo_command(
     console = out or Console(highlight=False)
     size, note = step_bytes(options)
     check(options)
-    machine = load_machine(options.source) if options.source else topo_cache.recall(look())
+    machine = load_machine(options.source) if options.source is not None else topo_cache.recall(look())
     if options.measure:
         machine = measured(machine, size or EQUAL_BYTES, measure or on_this_host, quiet=options.json)
     found, why_not = compute(machine, options, size)
@@ -93,23 +93,23 @@ def topo_command(
 
 def check(options: TopoOptions) -> None:
     """Raise UsageError for options that contradict each other."""
-    if options.measure and options.source:
+    if options.measure and options.source is not None:
         raise UsageError("--measure copies on this machine; leave out --from, or --measure")
-    if options.remote is not None and not (options.size or options.model):
-        raise UsageError("--remote changes a floor: say for how many bytes with --bytes or --model")
-    if options.dram is not None and not (options.size or options.model):
-        raise UsageError("--dram adds a floor: say for how many bytes with --bytes or --model")
-    if options.world is not None and not (options.size or options.model):
-        raise UsageError("--world changes a floor: say for how many bytes with --bytes or --model")
+    if options.size is not None or options.model is not None:
+        return
+    given = {"--remote changes": options.remote, "--dram adds": options.dram, "--world changes": options.world}
+    idle = [name for name, value in given.items() if value is not None]
+    if idle:
+        raise UsageError(f"{idle[0]} a floor: say for how many bytes with --bytes or --model")
 
 
 def step_bytes(options: TopoOptions) -> tuple[int | None, str | None]:
     """Bytes each way per rank and step, and how they follow from the model; None when no floor was asked for."""
-    if options.size and options.model:
+    if options.size is not None and options.model is not None:
         raise UsageError("--bytes and --model both say how much moves; give one")
-    if options.size:
+    if options.size is not None:
         return parse_size("--bytes", options.size), None
-    if not options.model:
+    if options.model is None:
         return None, None
     world = options.world or 8
     params = find(options.model).local_params(world)
@@ -125,11 +125,13 @@ def compute(machine: Machine, options: TopoOptions, size: int | None) -> tuple[l
         return [], "no floor: no GPU here; describe a machine with --from, as in --from seed-8xh200"
     if any(gpu.mig_parent for gpu in machine.gpus):
         return [], "no floor: MIG instances share their GPU's link with others; use whole GPUs"
-    world = options.world or (8 if options.model else len(machine.gpus))
-    ranks = min(world, len(machine.gpus))
+    # A job started here gets the GPUs that CUDA shows it; those stand first.
+    here = len(visible(machine))
+    world = options.world or (8 if options.model else here)
+    ranks = min(world, here)
     chunk = find(options.model).chunk_bytes if options.model else CHUNK_BYTES
     found = floors(machine, size, size, ranks, options.remote, chunk)
-    if options.dram:
+    if options.dram is not None:
         rate = Rate("both", parse_rate("--dram", options.dram), "assumed", "--dram")
         found.append(dram_floor(machine, size, size, size / STATE_BYTES, rate, ranks))
     if world > ranks:

@@ -57,7 +57,9 @@ def draw(machine: Machine, console: Console) -> None:
     for prefix, knot in lines(root, _glyphs(console)):
         label = Text.assemble((prefix, "dim"), (knot.label, "bold" if knot.gpus else ""))
         label.truncate(room, overflow="ellipsis", pad=True)
-        console.print(label + _columns(figures(knot.link)).rstrip(), highlight=False)
+        row = label + _columns(figures(knot.link))
+        row.rstrip()
+        console.print(row, highlight=False)
     for line in remarks(machine):
         console.print(line, markup=False, highlight=False)
 

@@ -33,7 +33,7 @@ def floor_lines(machine: Machine, floors: Sequence[Floor]) -> Iterator[str]:
     for floor in floors:
         yield _floor_line(floor)
         rest = _slack(machine, floor)
-        if floor.variant == "pipeline":
+        if floor.ends_s:
             yield _row("", "", f"{floor.ends_s:.2g} s of it: first chunk in, last one out")
         elif rest:
             yield _row("", "", f"slack: {rest}")

@@ -18,8 +18,12 @@ from offbench.topology.imports_nccl import read_nccl
 from offbench.topology.imports_smi import looks_like_smi, read_smi
 from offbench.topology.model import Machine, Note, Source
 from offbench.topology.schema import from_json
+from offbench.units import show_size
 
 FORMATS = "a saved `offbench topo --json`, hwloc XML, NCCL XML, `nvidia-smi topo -m` text, or a folder with sys/"
+
+MOST_BYTES = 64 << 20
+"""No description is as large; a checkpoint or a trace given by mistake is, and a device never ends."""
 
 
 def machine_names() -> list[str]:
@@ -34,6 +38,8 @@ def load_machine(name_or_path: str) -> Machine:
     Raises UsageError, one line, for an unknown name (with the nearest one) and for a file that cannot be read.
     """
     names = machine_names()
+    if not name_or_path:
+        raise UsageError(f"--from is empty; give a machine ({', '.join(names)}) or {FORMATS}")
     if name_or_path in names:
         text = (resources.files("offbench") / "machines" / f"{name_or_path}.json").read_text(encoding="utf-8")
         return from_json(text)
@@ -54,6 +60,8 @@ def read_machine(path: Path) -> Machine:
         return _read_folder(path) if path.is_dir() else _parse(_text(path), path)
     except (ValueError, ET.ParseError) as error:
         raise UsageError(f"--from {path}: {error}") from None
+    except RecursionError:
+        raise UsageError(f"--from {path}: nested too deeply to describe a machine; give {FORMATS}") from None
 
 
 def _read_folder(path: Path) -> Machine:
@@ -64,7 +72,11 @@ def _read_folder(path: Path) -> Machine:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise UsageError(f"--from {path}: larger than {show_size(MOST_BYTES)}; give {FORMATS}")
+        return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not text"
         raise UsageError(f"--from {path}: cannot be read: {why}; give {FORMATS}") from None

@@ -14,6 +14,8 @@ upper bound; `assumed` claimed by a file or by an emulated bridge, or given by t
 LinkKind = Literal["gpu_link", "uplink", "root_complex", "socket", "inter_socket", "dram", "c2c"]
 Sharing = Literal["shared", "not_shared", "unverified"]
 
+UNDER_LOAD = "NVML under load"
+"""`Pcie.source` where `current_*` was read while copies ran."""
 BEST_FIRST: tuple[RateKind, ...] = ("measured", "payload", "line rate", "assumed")
 """The order in which `Link.rate` takes what it has: a measurement outranks any declaration."""
 

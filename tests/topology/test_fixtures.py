@@ -62,68 +62,58 @@ def test_every_machine_survives_being_saved(name: str) -> None:
     assert from_json(to_json(machine)) == machine
 
 
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [
-        ("8x4090_pix4.nccl-tests-307", [0, 0, 0, 0, 1, 1, 1, 1]),
-        ("8xA10G_g5.48xlarge_flat.nccl-1298", [None] * 8),
-        ("8gpu_pix_pairs_phb.nccl-1439", [0, 0, 0, 0, 1, 1, 1, 1]),
-        ("8gpu_pix_pairs_node.public-md", [0, 0, 0, 0, 1, 1, 1, 1]),
-        ("8gpu_pix4_8nic.nccl-1405.gpurows", [0, 0, 0, 0, 1, 1, 1, 1]),
-        ("8xA100_pxb_pairs.nvbandwidth-53", [0, 0, 0, 0, 1, 1, 1, 1]),
-        ("8xH100_nvswitch_9nic.nccl-1453.gpurows", [0, 0, 0, 0, 1, 1, 1, 1]),
-        ("8xH100_sys_nics_10nic.nccl-1264.gpurows", [0, 0, 0, 0, 1, 1, 1, 1]),
-        ("8gpu_allsys_2numa.public-md", [0, 0, 0, 0, 1, 1, 1, 1]),
-        ("8x4090_allsys_2numa.go-gpuallocator-17", [0, 0, 0, 0, 1, 1, 1, 1]),
-        ("8xH200_kvm_guest.simllm", [0, 0, 0, 0, 1, 1, 1, 1]),
-        ("8xA100_nps4_3311775x.nccl-1435.gpu0-6", [3, 3, 1, 1, 7, 7, 5]),
-        ("8gpu_snc_irregular.sglang-13973.gpu0-5", [0, 0, 0, 1, 2, 2]),
-        ("8gpu_unbalanced_6_2.public-txt", [0, 0, 0, 0, 0, 0, 1, 1]),
-        ("8gpu_topo_mp_nopairs.deepep-60.gpu0-3", [0, 0, 0, 0]),
-        ("8gpu_cpuset_interleaved.mooncake-2039.gpu0-4", [0, 0, 0, 0, 1]),
-        ("3gpu_slurm_cpuset.nccl-tests-320", [1, 1, 1]),
-        ("8xA100_nv12_nicsys.public-md.gpu0-6", [0, 0, 0, 0, 1, 1, 1]),
-        ("8xB200_gpu2_nvlink_down.vllm-16336.gpu0-5", [0, 0, 0, 0, 1, 1]),
-        ("4xL40S_2socket.miss-alignment-106", [0, 0, 1, 1]),
-        ("4gpu_vm_phb_8nic.public-md.gpurows", [0, 0, 0, 0]),
-        ("4gpu_old_driver_nonuma_nv3.public-txt", [0, 0, 1, 1]),
-        # One CPU list for all GPUs may be a node or the whole host: unknown is the right answer.
-        ("4xV100_old_driver_nonuma.public-txt", [None] * 4),
-        ("1xGH200.nvbandwidth-23", [0]),
-        ("1gpu_on_node1_2nic.vllm-env", [1]),
-        ("1gpu_docker_cpuset.public-md", [0]),
-        ("2gpu_phb_workstation.vllm-env", [0, 0]),
-        ("2x5090_threadripper.club-3090-1229", [0, 0]),
-        ("2gpu_node_desktop.club-3090-1125", [0, 0]),
-    ],
-)
-def test_nodes_in_nvidia_smi_text(name: str, where: list[int | None]) -> None:
-    machine = load(f"smi/{name}.txt")
-    assert [gpu.numa.value for gpu in machine.gpus] == where
-    assert from_json(to_json(machine)) == machine
-
-
+NODES: dict[str, list[int | None]] = {
+    "8x4090_pix4.nccl-tests-307": [0, 0, 0, 0, 1, 1, 1, 1],
+    "8xA10G_g5.48xlarge_flat.nccl-1298": [None] * 8,
+    "8gpu_pix_pairs_phb.nccl-1439": [0, 0, 0, 0, 1, 1, 1, 1],
+    "8gpu_pix_pairs_node.public-md": [0, 0, 0, 0, 1, 1, 1, 1],
+    "8gpu_pix4_8nic.nccl-1405.gpurows": [0, 0, 0, 0, 1, 1, 1, 1],
+    "8xA100_pxb_pairs.nvbandwidth-53": [0, 0, 0, 0, 1, 1, 1, 1],
+    "8xH100_nvswitch_9nic.nccl-1453.gpurows": [0, 0, 0, 0, 1, 1, 1, 1],
+    "8xH100_sys_nics_10nic.nccl-1264.gpurows": [0, 0, 0, 0, 1, 1, 1, 1],
+    "8gpu_allsys_2numa.public-md": [0, 0, 0, 0, 1, 1, 1, 1],
+    "8x4090_allsys_2numa.go-gpuallocator-17": [0, 0, 0, 0, 1, 1, 1, 1],
+    "8xH200_kvm_guest.simllm": [0, 0, 0, 0, 1, 1, 1, 1],
+    "8xA100_nps4_3311775x.nccl-1435.gpu0-6": [3, 3, 1, 1, 7, 7, 5],
+    "8gpu_snc_irregular.sglang-13973.gpu0-5": [0, 0, 0, 1, 2, 2],
+    "8gpu_unbalanced_6_2.public-txt": [0, 0, 0, 0, 0, 0, 1, 1],
+    "8gpu_topo_mp_nopairs.deepep-60.gpu0-3": [0, 0, 0, 0],
+    "8gpu_cpuset_interleaved.mooncake-2039.gpu0-4": [0, 0, 0, 0, 1],
+    "3gpu_slurm_cpuset.nccl-tests-320": [1, 1, 1],
+    "8xA100_nv12_nicsys.public-md.gpu0-6": [0, 0, 0, 0, 1, 1, 1],
+    "8xB200_gpu2_nvlink_down.vllm-16336.gpu0-5": [0, 0, 0, 0, 1, 1],
+    "4xL40S_2socket.miss-alignment-106": [0, 0, 1, 1],
+    "4gpu_vm_phb_8nic.public-md.gpurows": [0, 0, 0, 0],
+    "4gpu_old_driver_nonuma_nv3.public-txt": [0, 0, 1, 1],
+    # One CPU list for all GPUs may be a node or the whole host: unknown is the right answer.
+    "4xV100_old_driver_nonuma.public-txt": [None] * 4,
+    "1xGH200.nvbandwidth-23": [0],
+    "1gpu_on_node1_2nic.vllm-env": [1],
+    "1gpu_docker_cpuset.public-md": [0],
+    "2gpu_phb_workstation.vllm-env": [0, 0],
+    "2x5090_threadripper.club-3090-1229": [0, 0],
+    "2gpu_node_desktop.club-3090-1125": [0, 0],
+}
+"""Of each table of nvidia-smi, the node of each GPU."""
 PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
+QUADS = [(0, 1, 2, 3), (4, 5, 6, 7)]
+BELOW_ONE_SWITCH = {
+    "8x4090_pix4.nccl-tests-307": QUADS,
+    "8gpu_pix4_8nic.nccl-1405.gpurows": QUADS,
+    "8gpu_pix_pairs_phb.nccl-1439": PAIRS,
+    "8gpu_pix_pairs_node.public-md": PAIRS,
+    "8xA100_pxb_pairs.nvbandwidth-53": PAIRS,
+}
+"""Groups that those tables show; the others show none, or NVLink hides them."""
 
 
-@pytest.mark.parametrize(
-    ("name", "groups"),
-    [
-        ("8x4090_pix4.nccl-tests-307", [(0, 1, 2, 3), (4, 5, 6, 7)]),
-        ("8gpu_pix4_8nic.nccl-1405.gpurows", [(0, 1, 2, 3), (4, 5, 6, 7)]),
-        ("8gpu_pix_pairs_phb.nccl-1439", PAIRS),
-        ("8gpu_pix_pairs_node.public-md", PAIRS),
-        ("8xA100_pxb_pairs.nvbandwidth-53", PAIRS),
-        ("8gpu_unbalanced_6_2.public-txt", []),
-        ("8xH200_kvm_guest.simllm", []),
-        ("8gpu_topo_mp_nopairs.deepep-60.gpu0-3", []),
-        ("8gpu_allsys_2numa.public-md", []),
-    ],
-)
-def test_groups_in_nvidia_smi_text(name: str, groups: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("name", NODES)
+def test_nodes_and_groups_in_nvidia_smi_text(name: str) -> None:
     machine = load(f"smi/{name}.txt")
-    assert [group.gpus for group in machine.groups if len(group.gpus) > 1] == groups
-    assert {group.sharing for group in machine.groups} == {"unverified"}
+    assert [gpu.numa.value for gpu in machine.gpus] == NODES[name]
+    assert [group.gpus for group in machine.groups if len(group.gpus) > 1] == BELOW_ONE_SWITCH.get(name, [])
+    assert {group.sharing for group in machine.groups} == {"unverified"}, "a file proves neither"
+    assert from_json(to_json(machine)) == machine
 
 
 def test_nvlink_hides_the_pcie_distance_and_that_is_said() -> None:

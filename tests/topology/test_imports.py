@@ -8,6 +8,7 @@ import pytest
 
 from offbench.errors import UsageError
 from offbench.topology import load_machine, machine_names, to_json
+from offbench.topology.imports import MOST_BYTES
 from offbench.units import GIB
 from tests.topology.roots import described, look
 
@@ -79,6 +80,12 @@ def test_a_name_far_off_lists_what_there_is() -> None:
         ("{}", "no key `schema`"),
         ('{"schema": 99}', "schema 99"),
         ('{"schema": 1}', "no key source"),
+        ('{"schema": true}', "schema True"),
+        ('{"schema": 1, "gpus": ' + "[" * 100_000, "nested too deeply"),
+        (
+            '<system><cpu numaid="0">' + '<pci busid="0000:01:00.0">' * 2000 + "</pci>" * 2000 + "</cpu></system>",
+            "nested",
+        ),
         ("<a", "m.txt"),
         ("<html/>", "<html>"),
         ("<graphs version='1'/>", "graph file"),
@@ -113,6 +120,13 @@ def test_a_folder_without_sys_and_a_binary_file_are_refused(tmp_path: Path) -> N
     (tmp_path / "b").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="not text"):
         load_machine(str(tmp_path / "b"))
+
+
+def test_a_checkpoint_given_by_mistake_is_not_read_to_its_end(tmp_path: Path) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with pytest.raises(UsageError, match="larger than 64MiB; give"):
+        load_machine(str(tmp_path / "large"))
 
 
 def test_nccl_order_links_and_affinity(tmp_path: Path) -> None:

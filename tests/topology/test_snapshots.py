@@ -69,6 +69,23 @@ def test_rates_are_those_of_a_link_and_repeat(machine: Machine) -> None:
             assert row.placement.remote_bytes == 0
 
 
+def test_one_h200_carries_what_its_kind_does() -> None:
+    """50 GiB/s one way, 85 to 91 both ways, seen on other H200 guests at other times."""
+    machine = load_machine(str(DATA / "measured-1xh200-guest.json"))
+    rates = {way: rate.bytes_s / GIB for way, rate in measured(machine, "gpu0").items()}
+    assert (rates["in"], rates["out"]) == (pytest.approx(50, rel=0.05), pytest.approx(50, rel=0.05))
+    assert 0.95 * 85 <= rates["both"] <= 1.05 * 91
+    assert {(row.rung, row.direction) for row in machine.measurements} == {
+        *(("alone", way) for way in ("in", "out", "both")),
+        ("equal", "both"),
+    }
+    for row in machine.measurements:
+        assert row.placement is not None
+        assert (row.placement.local_bytes, row.placement.total, row.replays) == (4 * GIB, 4 * GIB, 0)
+        assert row.bytes_copied is not None
+        assert row.bytes_copied > row.aggregate_bytes_s * row.seconds * row.repeats * 0.99
+
+
 def test_the_floor_of_one_h200_is_that_of_its_link(machine: Machine) -> None:
     if "H200" not in (machine.gpus[0].name or ""):
         pytest.skip("another GPU")
