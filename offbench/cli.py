@@ -284,12 +284,15 @@ def trace(
         int | None, typer.Option(min=1, help="Training steps in it; by default as many as the profiler was told of.")
     ] = None,
     small: Annotated[str | None, typer.Option(help="Copies below this size count as small (4MiB).")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Trace of `none`: say by cause what its steps do not have.", metavar="PATH")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:
-    """Show where a profiled step's time went: streams, bulk copies, small copies and what they waited for."""
+    """Show where a profiled step's time went: each cause of idle compute, streams, copies and what they waited for."""
     from offbench.trace.command import TraceOptions, trace_command
 
-    raise typer.Exit(trace_command(TraceOptions(path, steps, small, json)))
+    raise typer.Exit(trace_command(TraceOptions(path, steps, small, json, against)))
 
 
 app.command()(plan)

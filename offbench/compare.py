@@ -18,8 +18,9 @@ from offbench.config import ArmSpec, RunSpec
 from offbench.naming import axes
 from offbench.planner.ideal import policy_ideal
 from offbench.planner.sources import baseline
-from offbench.record import RunRecord
+from offbench.record import RunRecord, Split
 from offbench.stats import largest
+from offbench.trace.timeline import difference
 
 PLACED = 0.01
 """Share of a rank's pinned memory that makes it remote, or its place unknown."""
@@ -75,6 +76,10 @@ class Row:
     where some rank does not know."""
     ranks_pinned: int | None = None
     """Ranks of this host that pin memory."""
+    split: Split | None = None
+    """Where the traced steps of one launch, the middle one of those with a trace, spent their time."""
+    gap: Split | None = None
+    """That less the same of `none`."""
 
     @property
     def gap_s(self) -> float | None:
@@ -169,7 +174,14 @@ def _row(records: Sequence[RunRecord]) -> Row:
         rss_bytes=largest(record.host.rss_bytes for record in good),
         ranks_remote=max(remote) if len(remote) == len(good) and remote else None,
         ranks_pinned=len(good[0].ranks) if remote else None,
+        split=_middle(record.split for record in good),
     )
+
+
+def _middle(splits: Iterable[Split | None]) -> Split | None:
+    """The one with the median step; of an even number the faster one in the middle."""
+    known = [(split.total.step_s, i, split) for i, split in enumerate(splits) if split and split.total.step_s]
+    return sorted(known)[(len(known) - 1) // 2][2] if known else None
 
 
 def _ideal(members: Sequence[RunRecord], group: Sequence[RunRecord]) -> float | None:
@@ -219,4 +231,5 @@ def _against(row: Row, base: Row | None, noise: float | None) -> Row:
         x_none=ratio,
         same=row is not base and noise is not None and abs(ratio - 1) <= noise,
         exposed_s=row.step_s.median - base.step_s.median,
+        gap=difference(row.split, base.split) if row is not base and row.split and base.split else None,
     )

@@ -7,8 +7,44 @@ from pathlib import Path
 
 import torch
 
+from offbench.device import Device
+from offbench.measure import PhaseName, Scalars, StepRecorder
+from offbench.offload.readback import Way
+from offbench.trace.events import STAMP
+
 STEPS = 2
 """Profiled steps: copies of one step run over into the next. Named as the profiler names its own."""
+
+
+class TracedRecorder(StepRecorder):
+    """A recorder of one step to warm up and STEPS profiled ones, whose stamps a trace can show.
+
+    A trace does not hold events. So each stamp also launches a kernel of one element, inside a mark that names it: it
+    starts when the compute stream has come so far, waits for other streams included.
+    """
+
+    def __init__(self, device: Device, readbacks: Way = "copy") -> None:
+        super().__init__(device, 1, STEPS, readbacks)
+        self._element = torch.zeros(1, device=device.torch_device)
+
+    def begin(self) -> None:
+        """As StepRecorder's."""
+        super().begin()
+        self._show("begin")
+
+    def mark(self, phase: PhaseName) -> None:
+        """As StepRecorder's."""
+        super().mark(phase)
+        self._show(phase)
+
+    def end(self) -> Scalars:
+        """As StepRecorder's."""
+        self._show("end")
+        return super().end()
+
+    def _show(self, name: str) -> None:
+        with torch.profiler.record_function(STAMP + name), torch.no_grad():
+            self._element.add_(1)
 
 
 def profile(step: Callable[[int], None], first: int, path: Path, device: torch.device) -> None:

@@ -23,8 +23,9 @@ from offbench.offload import OffloadedAdamW
 from offbench.offload.hoststore import HostStore
 from offbench.offload.small_copies import KernelCopies, kernel_copies
 from offbench.rank_report import describe, hand_over, meet
-from offbench.record import Link
+from offbench.record import Link, Split
 from offbench.replica import ReplicaLog
+from offbench.trace.command import split_of
 from offbench.traffic import TrafficLog
 from offbench.workload.parallel import Job, build
 from offbench.workload.rehearsal import init_rehearsal
@@ -76,7 +77,7 @@ def _run(
     recorder.close(optimizer.drain)
     progress.enter("gather")
     report = describe(spec, job, optimizer, recorder, log, replica, copy_repeat)
-    report.trace = trace(job, optimizer, spec, device, out)
+    report.trace, report.split = trace(job, optimizer, spec, device, out)
     report.pages = where.close(pinned_ranges(job, optimizer))
     report.host.numa = report.pages.numa
     report.link = link
@@ -191,13 +192,15 @@ def train(
         progress.enter(phase, done, of, job.spec.tokens_per_step / seconds if seconds else None)
 
 
-def trace(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device, out: Path) -> str | None:
-    """With --profile, a few more steps under the profiler; the trace's file name."""
+def trace(
+    job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device, out: Path
+) -> tuple[str | None, Split | None]:
+    """With --profile, a few more steps under the profiler: the trace's file name and, of rank 0, its split."""
     folder = os.environ.get("OFFBENCH_PROFILE")
     if not folder:
-        return None
+        return None, None
     path = Path(folder) / f"{spec.arm.name}-{out.name}-rank{job.rank}.json.gz"
-    recorder = StepRecorder(device, 1, profiler.STEPS, spec.arm.readbacks)
+    recorder = profiler.TracedRecorder(device, spec.arm.readbacks)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
     def step(number: int) -> None:
@@ -205,7 +208,7 @@ def trace(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device, ou
 
     profiler.profile(step, spec.window.warmup + spec.window.steps, path, device.torch_device)
     optimizer.drain()
-    return path.name
+    return path.name, split_of(path) if job.rank == 0 else None
 
 
 def job_bus_id(env: dict[str, Any]) -> str | None:

@@ -22,7 +22,7 @@ from offbench.floor import of_launch
 from offbench.measure import RankResult, StepRecorder, Traffic, gather
 from offbench.offload import OffloadedAdamW
 from offbench.offload.layout import local_of
-from offbench.record import Broadcast, Host, Link, Moved, RankPages, StateAt
+from offbench.record import Broadcast, Host, Link, Moved, RankPages, Split, StateAt
 from offbench.replica import ReplicaLog
 from offbench.stats import largest
 from offbench.topo import cache as topo_cache
@@ -72,6 +72,8 @@ class RankReport:
     """Parameters whose replica is not the trainer's; on rank 0."""
     trace: str | None = None
     """Name of this rank's trace file."""
+    split: Split | None = None
+    """What that says; on rank 0."""
     env: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -230,6 +232,7 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "expert_tokens_max_over_mean": largest([r.expert_load for r in reports]),
         "checks": checks,
         "traces": [r.trace for r in reports if r.trace is not None],
+        "split": first.split,
         "warnings": sorted({warning for r in reports for warning in r.warnings}),
         "env": first.env | {"machine": topo_cache.identity(machine) if machine is not None else None},
     }

@@ -161,6 +161,53 @@ class Broadcast(Row):
     """Share of the bf16 elements that differed from the broadcast before."""
 
 
+class TimeParts(Row):
+    """Seconds of the compute stream in one step, or in one phase of it, by what they went to: each instant counts
+    once, under the cause that held it up last (`offbench.trace.blame`). The parts add up to `step_s`."""
+
+    step_s: float | None = None
+    compute_s: float | None = None
+    """Forward, backward and clip running."""
+    update_s: float | None = None
+    """AdamW running, on this stream, or on another one with this one waiting."""
+    move_in_s: float | None = None
+    """Waits, direct or through an update, for copies to the device."""
+    slot_s: float | None = None
+    """The same where the copy to the device itself waited for a write-back out of its staging memory."""
+    tail_s: float | None = None
+    """Waits for write-backs with no move-in behind them: staging memory returns, or step() ends with them."""
+    gather_s: float | None = None
+    """Waits for collectives and the copies into and out of their buffers."""
+    behind_bulk_s: float | None = None
+    """Small copies on the compute stream served after bulk copies."""
+    host_wait_s: float | None = None
+    """The host had queued nothing, because it waited for the device."""
+    profiler_s: float | None = None
+    """The same, because the profiler was busy with its own buffers."""
+    launch_s: float | None = None
+    """The host had queued nothing yet."""
+    between_s: float | None = None
+    """From one queued kernel to the next."""
+    unexplained_s: float | None = None
+    """What the parts above leave of `step_s`."""
+    kernels: float | None = None
+    """How many kernels, copies and memsets `compute_s` is the time of."""
+
+
+class Split(Row):
+    """Where the steps that --profile traced spent their time: means over `steps` steps, of rank 0. The profiler makes
+    the host slower, so these steps are longer than those of the window, and `launch_s` is the part that grows."""
+
+    steps: int | None = None
+    kernels_digest: str | None = None
+    """Of the names and numbers of what `compute_s` is the time of: equal where the same kernels ran."""
+    total: TimeParts = TimeParts()
+    forward: TimeParts = TimeParts()
+    backward: TimeParts = TimeParts()
+    clip: TimeParts = TimeParts()
+    step: TimeParts = TimeParts()
+
+
 class Failure(Row):
     """The first rank that failed by itself, not because a peer went away."""
 
@@ -242,6 +289,8 @@ class RunRecord(Row):
     """Self-checks of the launch: name -> `ok` or what was seen."""
     traces: list[str] = Field(default_factory=list)
     """File names of the traces that --profile took, one for each rank of this host."""
+    split: Split | None = None
+    """Null without a trace of a GPU."""
     warnings: list[str] = Field(default_factory=list)
     failure: Failure | None = None
     env: dict[str, Any] = Field(default_factory=dict)

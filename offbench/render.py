@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from offbench import gap_table
 from offbench.compare import Group, Row, Spread
 from offbench.naming import describe
 from offbench.units import gib
@@ -98,7 +99,7 @@ def remarks(group: Group) -> list[str]:
     if group.noise is not None:
         lines.append(f"noise floor {group.noise:.1%}: the widest spread between launches of one row")
     lines += [f"not counted: {failure}" for failure in group.failures]
-    return lines + [f"note: {note}" for note in group.notes]
+    return lines + gap_table.notes(group) + [f"note: {note}" for note in group.notes]
 
 
 def to_table(groups: Sequence[Group], console: Console) -> None:
@@ -112,7 +113,7 @@ def to_table(groups: Sequence[Group], console: Console) -> None:
         if _least_width(tables[0], console) > console.width:
             narrow = (TIMES, *([BOUNDS] if not set(LEAST) <= set(empty) else []), MEMORY)
             tables = [_table(group, [name for name in names if name not in empty], " ") for names in narrow]
-        for table in tables:
+        for table in (*tables, *_gap_tables(group)):
             least = _least_width(table, console)
             table.width = least if least > console.width else None
             console.print(table, markup=False, crop=False)
@@ -149,17 +150,33 @@ def _table(group: Group, names: Iterable[str], break_heads_at: str) -> Table:
     return table
 
 
+def _gap_tables(group: Group) -> list[Table]:
+    """The table of causes, where some row has one: a column a row of the group, since causes are many."""
+    rows = gap_table.lines(group)
+    table = Table("", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for arm, axes, *_ in rows:
+        table.add_column(arm if axes == MISSING else f"{arm}\n{axes.replace(', ', chr(10))}", justify="right")
+    for i, head in enumerate(gap_table.HEADS[2:], start=2):
+        table.add_row(head, *(row[i] for row in rows))
+    return [table] if rows else []
+
+
 def to_markdown(groups: Sequence[Group]) -> str:
     """Each group as its caption, a table, and its remarks."""
     blocks = []
     for group in groups:
-        heads = headers(group)
-        rule = ["---" if name in TEXT_COLUMNS else "---:" for name in COLUMNS]
-        rows = [[cell.replace("|", "\\|") for cell in row] for row in cells(group)]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in [heads, rule, *rows])
+        tables = [_markdown(headers(group), list(COLUMNS), cells(group))]
+        if causes := gap_table.lines(group):
+            tables.append(_markdown(gap_table.HEADS, gap_table.HEADS, causes))
         caption = "  \n".join(describe(group.caption))
-        blocks.append("\n\n".join(filter(None, [caption, table, "\n".join(f"- {line}" for line in remarks(group))])))
+        blocks.append("\n\n".join(filter(None, [caption, *tables, "\n".join(f"- {line}" for line in remarks(group))])))
     return "\n\n".join(blocks) + "\n" if blocks else ""
+
+
+def _markdown(heads: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    rule = ["---" if name in TEXT_COLUMNS else "---:" for name in names]
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, rule, *escaped])
 
 
 def figures(row: Row) -> dict[str, Any]:
@@ -196,6 +213,7 @@ def figures(row: Row) -> dict[str, Any]:
         "bound_by": row.bound_by,
         "ideal_s": row.ideal_s,
         "gap_s": row.gap_s,
+        **gap_table.figures(row),
         "run_peak_bytes": row.run_peak_bytes,
         "first_step_peak_allocated_bytes": row.first_peak_bytes,
         "steady_peak_allocated_bytes": row.steady_peak_bytes,
@@ -213,7 +231,7 @@ def to_json(groups: Sequence[Group], problems: Sequence[str]) -> str:
     body = [
         {
             "caption": group.caption,
-            "rows": [figures(row) for row in group.rows],
+            "rows": [figures(row) | _splits(row) for row in group.rows],
             "noise_relative": group.noise,
             "failures": group.failures,
             "notes": group.notes,
@@ -221,6 +239,14 @@ def to_json(groups: Sequence[Group], problems: Sequence[str]) -> str:
         for group in groups
     ]
     return json.dumps({"groups": body, "problems": list(problems)}, indent=2) + "\n"
+
+
+def _splits(row: Row) -> dict[str, Any]:
+    """By phase, too."""
+    return {
+        "split": row.split.model_dump() if row.split is not None else None,
+        "gap": row.gap.model_dump() if row.gap is not None else None,
+    }
 
 
 def _workload_columns(w: dict[str, Any], known: bool) -> dict[str, Any]:

@@ -111,6 +111,10 @@ def test_a_rehearsal_on_the_cpu(tmp_path: Path) -> None:
             events = json.load(file)["traceEvents"]
         steps = sorted(event["name"] for event in events if event["name"].startswith("ProfilerStep#"))
         assert steps == ["ProfilerStep#4", "ProfilerStep#5"], "after the window of steps 1 to 3 and one to warm up"
+        stamps = [e["name"] for e in sorted(events, key=lambda e: e["ts"]) if e["name"].startswith("offbench::")]
+        one_step = ["begin", "forward", "backward", "clip", "step", "end"]
+        assert stamps == [f"offbench::{name}" for name in 2 * one_step]
+        assert record["split"] is None, "no GPU, no compute stream"
 
 
 def test_a_job_that_no_rank_could_build_is_refused_before_anything_starts(tmp_path: Path) -> None:

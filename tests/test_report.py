@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,7 @@ def test_several_launches_have_the_median_of_their_ideals() -> None:
     assert found.gap_s == pytest.approx(1.45 - 2 * STATE_S / 0.8)
 
 
+<<<<<<< ours
 def test_exposed_time_over_the_floor() -> None:
     launches = [record(spec("main"), 2.75, i, floor={"seconds": seconds}) for i, seconds in enumerate((0.4, 0.5), 1)]
     group = only([record(spec()), *launches, record(spec("overlap"), 2.5)])
@@ -271,6 +273,49 @@ def test_exposed_time_over_the_floor() -> None:
     assert (overlap["floor s"], overlap["x floor"]) == ("-", "-"), "a floor that is not known is no zero"
     assert (none["floor s"], none["x floor"]) == ("-", "-")
     assert (figures(row(group, "main"))["floor_s"], figures(row(group, "main"))["x_floor"]) == (0.5, 1.5)
+=======
+def traced(step_s: float, launch_s: float, unexplained_s: float = 0.0, kernels: str = "aa") -> dict[str, Any]:
+    parts = {"step_s": step_s, "launch_s": launch_s, "unexplained_s": unexplained_s}
+    return {"total": {**parts, "compute_s": step_s - launch_s - unexplained_s}, "kernels_digest": kernels}
+
+
+def test_traced_steps_are_set_against_those_of_none_by_cause() -> None:
+    base = record(spec(), 2.0, split=traced(2.2, 0.3))
+    launches = [record(spec("main"), 4.0, i, split=traced(s, 0.5)) for i, s in enumerate((4.6, 4.4, 4.5), start=1)]
+    group = only([base, *launches])
+    assert row(group, "none").gap is None
+    found = figures(row(group, "main"))
+    assert (found["traced_step_s"], found["traced_exposed_s"]) == pytest.approx((4.5, 2.3)), "the middle launch"
+    assert (found["gap_launch_s"], found["gap_compute_s"]) == pytest.approx((0.2, 2.1))
+    assert found["gap_slot_s"] is None, "nobody measured it"
+    shown = to_markdown([group])
+    assert (
+        "| main | - | 4.500 | 2.300 | - | - | - | - | - | - | 0.200 | 2.100 | - | - | - | 0.000 | 0.00 | - |" in shown
+    )
+    assert "- last table: steps under the profiler" in shown
+    assert "other kernels" not in shown
+    assert json.loads(to_json([group], []))["groups"][0]["rows"][1]["gap"]["total"]["launch_s"] == pytest.approx(0.2)
+    with io.StringIO() as out:
+        to_table([group], Console(file=out, width=40))
+        assert re.search(r"launch s +0\.200 *\n", out.getvalue())
+
+
+def test_what_a_trace_does_not_explain_is_pointed_out() -> None:
+    group = only(
+        [record(spec(), 2.0, split=traced(2.0, 0.3)), record(spec("main"), 4.0, split=traced(4.0, 0.5, 0.1, "bb"))]
+    )
+    assert "- main: 2.5% of the traced step has no known cause" in to_markdown([group])
+    assert "- main: other kernels than those of none ran on the compute stream; slowed holds them too" in to_markdown(
+        [group]
+    )
+
+
+@pytest.mark.parametrize("base", [None, record(spec(), 2.0)])
+def test_without_a_trace_of_both_no_cause_is_told(base: RunRecord | None) -> None:
+    group = only([*([base] if base else []), record(spec("main"), 4.0, split=traced(4.4, 0.5))])
+    assert "last table" not in to_markdown([group])
+    assert figures(row(group, "main"))["gap_launch_s"] is None
+>>>>>>> theirs
 
 
 def placed(*ranks: tuple[int | None, ...]) -> list[dict[str, Any]]:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from offbench.errors import UsageError
-from offbench.trace.events import Event
+from offbench.record import Split
+from offbench.trace.events import Event, Parsed, parse
 from offbench.trace.summary import SMALL_BYTES, summarize
-from offbench.trace.text import summary_lines
+from offbench.trace.text import split_lines, summary_lines
+from offbench.trace.timeline import difference, split
 from offbench.units import parse_size
 
 GZIP = b"\x1f\x8b"
@@ -27,21 +29,51 @@ class TraceOptions:
     steps: int | None = None
     small: str | None = None
     json: bool = False
+    against: Path | None = None
 
 
 def trace_command(options: TraceOptions) -> int:
-    """Print the summary of a trace. Raises UsageError for a file that is none."""
+    """Print what a trace says, and what sets it apart from another one. Raises UsageError for a file that is none."""
     small_bytes = parse_size("--small", options.small) if options.small else SMALL_BYTES
-    events = read_events(options.path)
+    parsed = _parsed(options.path)
     try:
-        found = summarize(events, options.steps, small_bytes)
+        found = summarize(parsed, options.steps, small_bytes)
     except ValueError as error:
         raise UsageError(f"{options.path}: {error}") from error
+    ours = split(parsed, small_bytes)
+    apart = None
+    if options.against is not None:
+        base = split(_parsed(options.against), small_bytes)
+        apart = difference(_needed(options.path, ours), _needed(options.against, base))
     if options.json:
-        print(json.dumps(asdict(found), indent=2))
+        parts = {"split": ours.model_dump() if ours else None, "difference": apart.model_dump() if apart else None}
+        print(json.dumps(asdict(found) | parts, indent=2))
     else:
-        print("\n".join(summary_lines(found)))
+        print("\n".join([*split_lines(ours, apart, options.against), *summary_lines(found)]))
     return 0
+
+
+def split_of(path: Path) -> Split | None:
+    """Where the time of a trace's steps went; None where it holds no marked steps or no device work.
+
+    Raises UsageError when the file cannot be read or holds something else.
+    """
+    return split(_parsed(path))
+
+
+def _parsed(path: Path) -> Parsed:
+    try:
+        return parse(read_events(path))
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def _needed(path: Path, found: Split | None) -> Split:
+    if found is None:
+        raise UsageError(
+            f"{path}: --against needs kernels and marked steps in both traces; call prof.step() after each"
+        )
+    return found
 
 
 def read_events(path: Path) -> list[Event]:

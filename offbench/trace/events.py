@@ -21,6 +21,12 @@ CALLS = ("cuda_runtime", "cuda_driver")
 WAITS = re.compile(r"(cuda|cu|hip)([A-Z]\w*Synchronize|Memcpy(?!\w*Async))")
 """Calls that return only when the device has come so far."""
 STEP = re.compile(r"ProfilerStep#\d+")
+OPTIMIZER = "Optimizer.step#"
+"""torch's own mark around every optimizer's step()."""
+STAMP = "offbench::"
+"""Marks of `offbench run --profile` around the stamps it sets on the compute stream; `begin`, a phase's end, `end`."""
+COLLECTIVES = ("FSDP::all_gather", "FSDP::post_backward_reduce", "nccl:")
+"""Marks of FSDP2 and c10d around collectives and the copies into and out of their buffers."""
 
 
 class Op(NamedTuple):
@@ -36,22 +42,42 @@ class Op(NamedTuple):
     nbytes: int
     launch: float | None
     """When the host began the call that queued it; None: the trace does not hold that call."""
+    launched: float | None = None
+    """When that call returned."""
+    thread: str | None = None
+    """Which host thread made it."""
+    name: str = ""
 
 
 class Wait(NamedTuple):
-    """A call in which the host waited for the device."""
+    """A call in which a host thread waited for the device."""
 
     name: str
-    seconds: float
+    start: float
+    end: float
+    thread: str
+
+
+class Mark(NamedTuple):
+    """A named stretch of a host thread, as `record_function` sets it."""
+
+    start: float
+    end: float
+    thread: str
+    name: str
 
 
 class Parsed(NamedTuple):
-    """The parts of a trace that count here. Ops are sorted by start."""
+    """The parts of a trace that count here. Ops and marks are sorted by start."""
 
     ops: list[Op]
     waits: list[Wait]
     steps: int | None
     """Steps the profiler was told of; None: it was not."""
+    marks: list[Mark]
+    """Of steps, stamps, optimizers and collectives."""
+    overhead: list[tuple[float, float]]
+    """When the profiler itself held a host thread up, as far as it says; sorted."""
 
 
 def parse(events: Sequence[Event]) -> Parsed:
@@ -60,30 +86,46 @@ def parse(events: Sequence[Event]) -> Parsed:
     calls = [(i, e) for i, e in complete if e.get("cat") in CALLS]
     device = [(i, e) for i, e in complete if e.get("cat") in DEVICE]
     first = min((_time(i, e)[0] for i, e in (*calls, *device)), default=0.0)
-    launches: dict[int, float] = {}
+    launches: dict[int, tuple[float, float, str]] = {}
     waits = []
     for i, event in calls:
         start, end = _time(i, event)
         correlation = _args(event).get("correlation")
         if isinstance(correlation, int):
-            launches.setdefault(correlation, (start - first) / 1e6)
+            launches.setdefault(correlation, ((start - first) / 1e6, (end - first) / 1e6, str(event.get("tid"))))
         if WAITS.match(str(event.get("name"))):
-            waits.append(Wait(str(event["name"]), (end - start) / 1e6))
+            waits.append(Wait(str(event["name"]), (start - first) / 1e6, (end - first) / 1e6, str(event.get("tid"))))
     ops = sorted((_op(i, event, first, launches) for i, event in device), key=lambda op: op[:2])
-    names = {str(e.get("name")) for _, e in complete if e.get("cat") == "user_annotation"}
-    return Parsed(ops, waits, sum(1 for name in names if STEP.fullmatch(name)) or None)
+    marked = [(i, e) for i, e in complete if e.get("cat") == "user_annotation" and _counts(e)]
+    marks = sorted(_mark(i, e, first) for i, e in marked)
+    steps = {mark.name for mark in marks if STEP.fullmatch(mark.name)}
+    spans = [_time(i, event) for i, event in complete if event.get("cat") == "overhead"]
+    overhead = sorted(((start - first) / 1e6, (end - first) / 1e6) for start, end in spans)
+    return Parsed(ops, waits, len(steps) or None, marks, overhead)
 
 
-def _op(number: int, event: Event, first: float, launches: Mapping[int, float]) -> Op:
+def _op(number: int, event: Event, first: float, launches: Mapping[int, tuple[float, float, str]]) -> Op:
     start, end = _time(number, event)
-    args, kind = _args(event), DEVICE[event["cat"]]
+    args, kind, name = _args(event), DEVICE[event["cat"]], str(event.get("name"))
     device, stream, nbytes = args.get("device"), args.get("stream"), args.get("bytes", 0)
     if not isinstance(device, int) or not isinstance(stream, int) or not isinstance(nbytes, int):
         raise ValueError(f"event {number}, a {kind}, does not say its device, stream or bytes")
-    name = str(event.get("name")) if kind == "copy" else ""
-    way: Way | None = "in" if "HtoD" in name else "out" if "DtoH" in name else None
-    launch = launches.get(args.get("correlation", -1))
-    return Op((start - first) / 1e6, (end - first) / 1e6, device, stream, kind, way, nbytes, launch)
+    way: Way | None = None
+    if kind == "copy":
+        way = "in" if "HtoD" in name else "out" if "DtoH" in name else None
+    launch, launched, thread = launches.get(args.get("correlation", -1), (None, None, None))
+    begin, done = (start - first) / 1e6, (end - first) / 1e6
+    return Op(begin, done, device, stream, kind, way, nbytes, launch, launched, thread, name)
+
+
+def _counts(event: Event) -> bool:
+    name = str(event.get("name"))
+    return STEP.fullmatch(name) is not None or name.startswith((OPTIMIZER, STAMP, *COLLECTIVES))
+
+
+def _mark(number: int, event: Event, first: float) -> Mark:
+    start, end = _time(number, event)
+    return Mark((start - first) / 1e6, (end - first) / 1e6, str(event.get("tid")), str(event["name"]))
 
 
 def _args(event: Event) -> Event:

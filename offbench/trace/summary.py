@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from offbench.trace.events import Event, Op, Wait, Way, parse
+from offbench.trace.events import Event, Op, Parsed, Wait, Way, parse
 from offbench.trace.spans import Span, common, seconds, union, without
 
 SMALL_BYTES = 4 << 20
@@ -96,13 +96,15 @@ class TraceSummary:
     """By total, longest first."""
 
 
-def summarize(events: Sequence[Event], steps: int | None = None, small_bytes: int = SMALL_BYTES) -> TraceSummary:
-    """Sum up the events of a Chrome trace (the list under `traceEvents`).
+def summarize(
+    events: Sequence[Event] | Parsed, steps: int | None = None, small_bytes: int = SMALL_BYTES
+) -> TraceSummary:
+    """Sum up the events of a Chrome trace (the list under `traceEvents`), or what `parse` made of them.
 
     steps: how many training steps it holds; by default what the profiler was told (`prof.step()`), else unknown.
     Raises ValueError when it holds no device work, or an event lacks the fields of its category.
     """
-    ops, waits, told = parse(events)
+    ops, waits, told, *_ = events if isinstance(events, Parsed) else parse(events)
     if not ops:
         raise ValueError("no kernel or copy of a GPU in it; profile with ProfilerActivity.CUDA")
     count = steps or told
@@ -207,6 +209,6 @@ def _stream(device: int, stream: int, ops: Sequence[Op]) -> StreamUse:
 def _host_waits(waits: Sequence[Wait]) -> list[HostWaits]:
     of: dict[str, list[float]] = defaultdict(list)
     for wait in waits:
-        of[wait.name].append(wait.seconds)
+        of[wait.name].append(wait.end - wait.start)
     found = [HostWaits(call, len(times), sum(times), max(times)) for call, times in of.items()]
     return sorted(found, key=lambda kind: (-kind.total_s, kind.call))

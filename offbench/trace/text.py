@@ -3,10 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from offbench.planner.text import table
+from offbench.record import Split, TimeParts
+from offbench.trace.phases import PHASES
 from offbench.trace.summary import Bulk, Small, TraceSummary
 from offbench.units import count, gib, show_size
+
+CAUSES = {
+    "compute_s": "computing",
+    "update_s": "AdamW",
+    "move_in_s": "waits for move-in",
+    "slot_s": "waits for slots",
+    "tail_s": "tail: waits for write-back",
+    "gather_s": "waits for collectives",
+    "behind_bulk_s": "small copies behind bulk",
+    "host_wait_s": "host waits for the device",
+    "profiler_s": "profiler's own buffers",
+    "launch_s": "launch-bound",
+    "between_s": "between kernels",
+    "unexplained_s": "unexplained",
+}
+"""Rows of the table of causes, in its order."""
+
+
+def split_lines(ours: Split | None, apart: Split | None, against: Path | None) -> Iterator[str]:
+    """A table of causes by phase, and with `apart` a second one of what the other trace does not have."""
+    if ours is None or ours.steps is None:
+        yield "where the time of a step went: not known, no step is marked (prof.step())"
+        yield ""
+        return
+    yield f"where the compute stream's time went, seconds a step, mean of {count(ours.steps, 'step')}"
+    yield ""
+    yield from _causes(ours, ours.total.step_s, "computing")
+    yield ""
+    if apart is None:
+        return
+    yield f"what {against} does not have"
+    yield ""
+    yield from _causes(apart, ours.total.step_s, "slowed compute")
+    if apart.kernels_digest is None:
+        yield f"slowed compute is not only that: other kernels ran ({apart.total.kernels:+.6g} a step)"
+    yield ""
+
+
+def _causes(found: Split, step_s: float | None, compute: str) -> Iterator[str]:
+    columns = [found.total, *(getattr(found, phase) for phase in PHASES)]
+    rows = [
+        (
+            compute if name == "compute_s" else label,
+            *(_cell(getattr(part, name)) for part in columns),
+            _share(found.total, name, step_s),
+        )
+        for name, label in {"step_s": "step", **CAUSES}.items()
+    ]
+    yield from table(("", "step", *PHASES, "% of step"), rows)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:z.4f}"
+
+
+def _share(total: TimeParts, name: str, step_s: float | None) -> str:
+    value = getattr(total, name)
+    return f"{100 * value / step_s:z.2f}" if value is not None and step_s else "-"
 
 
 def summary_lines(found: TraceSummary) -> Iterator[str]:
