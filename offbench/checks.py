@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from offbench import arms
 from offbench.config import GIB, RunSpec
-from offbench.measure import first_non_finite, window_valid
+from offbench.window import first_non_finite, window_valid
 
 if TYPE_CHECKING:
     from offbench.rank_report import RankReport

@@ -4,19 +4,22 @@ Checked against one H200 at 48 layers, 16,384 tokens, rehearsal of 8 with EP 8 (
 GiB): 60.8 with all state resident, 56.9 when all of it is staged at the step, 32.4 chunked, 33.2 overlap.
 
 Staging is taken at the step, where backward's temporaries are gone, so chunked peaks where the workload does. Left
-out: that uneven parameters make staging larger than its slots (2.4 and 4.7 GiB there, 2 and 4 here), and that a
-forward takes less than a backward.
+out: that a forward takes less than a backward.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from offbench import arms
 from offbench.config import MIB, RunSpec
 from offbench.hardware import Hardware
+from offbench.offload.chunks import plan_staging
 from offbench.offload.schedule import Schedule
+from offbench.planner.inputs import of_model
+from offbench.planner.room import LEAST_CHUNKS, resident
 from offbench.units import count, gib
 from offbench.workload import presets
 
@@ -61,14 +64,15 @@ def estimate(spec: RunSpec) -> Estimate:
         # All state is on the device during a step, when activations are gone.
         device, pinned = max(compute, params + grads + state), state
     else:
-        resident = min(state, schedule.resident_bytes)
-        moving = state - resident
+        stays = min(state, schedule.resident_bytes)
+        moving = state - stays
+        arena = staging_bytes(w.model, spec.mode.world, w.ep, w.layers, schedule)
         if schedule.update == "host_memory":
-            device = compute + resident  # nothing is staged
+            device = compute + stays  # nothing is staged
         elif schedule.write_back == "backward":
-            device = resident + _flowing(schedule, params, grads, moving, compute, saved)
+            device = stays + _flowing(schedule, params, grads, moving, arena, compute, saved)
         else:
-            device = resident + max(compute, _staged(schedule, params, grads, moving, temporary_bytes(spec)))
+            device = stays + max(compute, _staged(schedule, params, grads, arena, temporary_bytes(spec)))
         pinned = moving
     if w.broadcast_every:  # each rank keeps its shard of the last broadcast in bf16
         pinned += params // 2
@@ -78,19 +82,32 @@ def estimate(spec: RunSpec) -> Estimate:
     return Estimate(device, pinned + parked + base, pinned + parked)
 
 
-def _staged(schedule: Schedule, params: int, grads: int, moving: int, temporary: int) -> int:
+@functools.cache
+def staging_bytes(model: str, world: int, ep: int, layers: int, schedule: Schedule) -> int:
+    """The arena that step() takes, as the engine plans it for that rank's chunks. A parameter above the cap of a chunk
+    is a chunk alone, and has its own size in it."""
+    layout = of_model(presets.find(model), world, ep, layers, schedule.chunk_bytes)
+    kept = resident(layout, schedule)
+    moving = [replace(chunk, nbytes=0) if chunk.index < kept else chunk for chunk in layout.chunks]
+    if schedule.update == "host_memory":
+        return 0
+    if schedule.write_back == "forward":
+        return plan_staging(moving, schedule.slots).nbytes
+    largest = max(chunk.nbytes for chunk in moving)
+    return min(sum(chunk.nbytes for chunk in moving), max(schedule.staging_bytes or 0, LEAST_CHUNKS * largest))
+
+
+def _staged(schedule: Schedule, params: int, grads: int, arena: int, temporary: int) -> int:
     """chunked, overlap: the arena beside all gradients, at step(); deferred, it is still there when the next forward
     begins, but the gradients of the `lead` chunks that step() queued (half of their moments' bytes) are not."""
-    arena = min(moving, (schedule.slots or 1) * schedule.chunk_bytes)
     if not schedule.deferred:
         return params + grads + arena
     left = max(0, grads - schedule.lead * schedule.chunk_bytes // 2)
     return params + arena + max(grads, left + temporary)
 
 
-def _flowing(schedule: Schedule, params: int, grads: int, moving: int, compute: int, saved: int) -> int:
+def _flowing(schedule: Schedule, params: int, grads: int, moving: int, arena: int, compute: int, saved: int) -> int:
     """stream: the workload's own peak, the arena at step(), or what staging has grown to when the forward ends."""
-    arena = min(moving, schedule.staging_bytes or 0)
     at_loss = max(0, grads - saved) if schedule.loss_bytes is None else schedule.loss_bytes
     grown = min(moving, arena + grads, max(arena, at_loss))
     temporary = compute - params - max(grads, saved)

@@ -1,300 +1,275 @@
-"""The measured window of one rank, and the figures of a launch from the results of its ranks.
+"""Measure your own trainer: a few lines in its loop write the same record as `offbench run`.
 
-Time is taken between stamps on the compute stream. The boundary after step k is the boundary before step k + 1, so
-the per-step seconds add up to the window and nothing between two steps is lost. The host waits for the loss of every
-step at the end of that step, as trainers do, and never for the whole device.
+    recorder = StepRecorder("results/mine.jsonl", arm="overlap", job={"model": "mine-8b"}, tokens_per_step=131072,
+                            optimizer=optimizer)
+    for batch in loader:
+        recorder.begin()
+        loss = model(batch)
+        recorder.mark("forward")
+        loss.backward()
+        recorder.mark("backward")
+        norm = clip_grad_norm_(model.parameters(), 1.0)
+        recorder.mark("clip")
+        recorder.report(loss, norm)
+        with recorder.optimizer_step():
+            optimizer.step()
+        optimizer.zero_grad()
+        if recorder.end():
+            break
+    recorder.finish()
+
+Only begin, report, optimizer_step and end are needed; marks name the phases. `report` belongs before the optimizer's
+step, so that its small copy does not queue behind state on its way out.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
-from offbench.device import Device, ScalarReader, Stamp
-from offbench.offload.readback import Way
-from offbench.record import Peak, Phases, StepRow
-from offbench.stats import largest, mean_of_last, median
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from offbench import bandwidth, environment
+from offbench.config import MIB, ArmSpec, Mode, RunSpec, Window
+from offbench.device import Device
+from offbench.errors import OffbenchError
+from offbench.floor import of_launch
+from offbench.offload.adamw import OffloadedAdamW
+from offbench.offload.hoststore import HostStore
+from offbench.offload.layout import local_of
+from offbench.record import Host, Link, Moved, RunRecord, StateAt
+from offbench.results_file import ResultsFile
+from offbench.stats import largest
+from offbench.topo import cache as topo_cache
+from offbench.topo.shared import shared_machine
+from offbench.traffic import TrafficLog, summed
+from offbench.window import PhaseName, RankResult, Traffic, WindowRecorder, first_non_finite, gather, window_valid
 
-PhaseName = Literal["forward", "backward", "clip", "step"]
+JobValue = str | int | float | bool | None
+PROBE_BYTES = 512 * MIB
+"""Half of it is read, half written."""
 
 
-@dataclass(frozen=True)
-class Scalars:
-    """What one step reported; None where the step has no such figure."""
+@dataclass
+class _Report:
+    """What one rank tells rank 0."""
 
-    loss: float | None
-    grad_norm: float | None
-    """Global norm before clipping."""
-    clip_factor: float | None
-
-
-@dataclass(frozen=True)
-class RankResult:
-    """What one rank measured. Times are seconds on the compute stream unless said otherwise."""
-
-    warmup: int
-    step_s: list[float]
-    """Each window step, from boundary to boundary."""
-    window_s: float
-    """From the boundary before the first window step to the one after the last."""
-    drained_s: float
-    """From the boundary before the first window step, where copies may be in flight, since a drain there would
-    disturb the arm, to the end of the closing drain."""
-    tail_s: float
-    """From the boundary after the last step to the end of the closing drain."""
-    first_step_s: float
-    """The first step of all, compilation included."""
-    phase_s: dict[str, float]
-    """Mean over the window steps, per phase."""
-    host_in_step_s: float | None
-    """Host clock inside optimizer.step(), mean over the window steps."""
-    scalars: list[Scalars]
-    """Every step, warm-up first."""
-    peak: Peak
-    """Bytes on this rank; fields that this module does not measure are None."""
+    result: RankResult
+    local_params: int
+    link: Link
+    traffic: list[Traffic]
+    largest_chunk: int
+    moved: Moved
+    state: StateAt
+    state_at_backward_end: int | None
+    host: Host
+    staging_bytes: int | None
+    warnings: list[str]
 
 
 class StepRecorder:
-    """Records `warmup` + `steps` steps. In each, in order: begin, mark("forward"), mark("backward"), mark("clip"),
-    report, optimizer_step, end. Under gradient accumulation the first two marks alternate and each phase adds up.
-    After the last step: close(drain), then result()."""
+    """Records one run of a trainer that offbench did not launch.
 
-    def __init__(self, device: Device, warmup: int, steps: int, readbacks: Way = "copy") -> None:
-        self.device = device
-        self.warmup = warmup
-        self.steps = steps
-        self.done = 0
-        """Steps ended so far."""
-        self._reader = ScalarReader(device, most=3, way=readbacks)
-        self._reported: tuple[bool, ...] = ()
-        self._boundaries: list[Stamp] = []
-        self._marks: list[list[tuple[PhaseName, Stamp]]] = []
-        self._host_in_step_s: list[float] = []
-        self._scalars: list[Scalars] = []
-        self._first_peaks: dict[str, int | None] = {}
-        self._steady_peaks: dict[str, int | None] = {}
-        self._used: int | None = None
-        self._drained: Stamp | None = None
+    results: JSONL file, opened for append on rank 0 at once. arm: what this run is called in tables; `none` makes it
+    the baseline of others with the same job. job: whatever describes the job (model, parallelism, batch); runs with
+    equal jobs, hardware and versions share a table; `offbench plan --record` reads `layers` and `grad_accum` of it.
+    tokens_per_step: of all ranks. optimizer: the optimizer, or all of them; the bytes of each OffloadedAdamW are
+    counted and checked, any other is timed only. probe_bytes: host memory pinned after the window, and GPU memory
+    taken, to measure what the link carries, which the floor is computed from; 0: no probe, and no floor. Ranks are
+    those of the default group.
+    Raises RecordError when `results` cannot be written.
+    """
 
-    @property
-    def total(self) -> int:
-        """Steps to run, warm-up included."""
-        return self.warmup + self.steps
-
-    @property
-    def at_window_start(self) -> bool:
-        """Between the last warm-up step and the first window step: the time to read counters."""
-        return self.done == self.warmup and len(self._marks) == self.done
-
-    @property
-    def boundary(self) -> Stamp:
-        """The stamp after the last ended step."""
-        return self._boundaries[-1]
-
-    def phase_ends(self, phase: PhaseName) -> list[Stamp]:
-        """The stamps that end `phase` in the window, in order; under gradient accumulation several a step."""
-        return [stamp for marks in self._marks[self.warmup :] for name, stamp in marks if name == phase]
-
-    def finished_step_s(self) -> float | None:
-        """Seconds of the last step that is surely over, without a wait: for a progress display."""
-        if self.done < 2:
-            return None
-        return self.device.seconds(self._boundaries[-3], self._boundaries[-2])
+    def __init__(
+        self,
+        results: str | os.PathLike[str],
+        *,
+        arm: str,
+        job: Mapping[str, JobValue],
+        tokens_per_step: int,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        device: torch.device | None = None,
+        warmup: int = 5,
+        steps: int = 15,
+        probe_bytes: int = PROBE_BYTES,
+    ) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if together else 0
+        self.world = dist.get_world_size() if together else 1
+        self._device = Device.of(device or _current_device())
+        self._file = ResultsFile(Path(results)) if self.rank == 0 else None
+        self._job = dict(job)
+        self._tokens = tokens_per_step
+        self._began = datetime.now(UTC)
+        self._steps = WindowRecorder(self._device, warmup, steps)
+        self._all = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._offloaded = [one for one in self._all if isinstance(one, OffloadedAdamW)]
+        self._logs = [TrafficLog(one, self._device) for one in self._offloaded]
+        self._probe_bytes = probe_bytes
+        kind = self._device.torch_device.type
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))  # torchrun's; without it one host is all there is
+        mode = Mode(kind="real", device="cuda" if kind == "cuda" else "cpu", world=self.world, nproc=here)
+        self._spec = RunSpec(arm=ArmSpec(name=arm), window=Window(warmup=warmup, steps=steps), mode=mode)
+        self._env: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """Start a step. The first call sets the first boundary; later steps start where the last one ended."""
-        if not self._boundaries:
-            self._boundaries.append(self.device.stamp())
-        self._marks.append([])
+        """Start a step."""
+        self._steps.begin()
 
     def mark(self, phase: PhaseName) -> None:
-        """End `phase`: what the compute stream did since the last mark, or since the boundary, belongs to it."""
-        self._marks[-1].append((phase, self.device.stamp()))
+        """End a phase: `forward`, `backward` or `clip`. Under gradient accumulation each pass marks its own."""
+        self._steps.mark(phase)
 
-    def report(self, loss: Tensor, grad_norm: Tensor | None, clip_factor: Tensor | None) -> None:
-        """Queue the step's scalars (one-element tensors on the device) for `end` to read.
+    def report(self, loss: Tensor, grad_norm: Tensor | None = None, clip_factor: Tensor | None = None) -> None:
+        """This step's one-element tensors, still on the device; `end` waits for them, as a trainer that logs does."""
+        self._steps.report(loss, grad_norm, clip_factor)
 
-        Call it after clipping and before optimizer.step(): the small copy then goes ahead of an arm's bulk
-        write-back instead of queueing behind it on the same copy engine.
-        """
-        values = (loss, grad_norm, clip_factor)
-        self._reported = tuple(value is not None for value in values)
-        self._reader.send([value for value in values if value is not None])
+    def optimizer_step(self) -> AbstractContextManager[None]:
+        """Around optimizer.step(): its host time, and the phase `step`."""
+        return self._steps.optimizer_step()
 
-    @contextmanager
-    def optimizer_step(self) -> Iterator[None]:
-        """Around optimizer.step(): take the host's time inside it and mark the phase `step`."""
-        start = time.perf_counter()
-        yield
-        self._host_in_step_s.append(time.perf_counter() - start)
-        self.mark("step")
+    def end(self) -> bool:
+        """End a step; True when the window is complete and `finish` should follow."""
+        self._steps.end()
+        done = self._steps.done
+        if done in (self._steps.warmup, self._steps.total):
+            for log in self._logs:
+                log.note(done, self._steps.boundary)
+        if done == self._steps.warmup:
+            self._env = environment.capture(self._device.pci_bus_id)
+        return done == self._steps.total
 
-    def end(self) -> Scalars:
-        """Set the boundary after this step, wait for the step's scalars and return them.
+    def finish(self) -> RunRecord | None:
+        """Drain, probe the link, gather all ranks' figures (collectives), append the record. Returns it on rank 0,
+        else None."""
+        self._steps.close(self._drain)
+        link, warnings = self._probe()
+        reports = self._told(self._report(link, warnings))
+        if self._file is None:
+            return None
+        record = self._record(reports)
+        self._file.append(record)
+        self._file.close()
+        return record
 
-        The wait keeps the host less than one step ahead of the device. Peaks are read after the first and the last
-        step, and reset after the first and where the window starts.
-        """
-        self._boundaries.append(self.device.stamp())
-        values = iter(self._reader.read())
-        scalars = Scalars(*(next(values) if sent else None for sent in self._reported))
-        self._scalars.append(scalars)
-        self.done += 1
-        if self.done == 1:
-            self._first_peaks = self._peaks("first_step")
-        if self.done in (1, self.warmup):
-            self.device.reset_peaks()
-        if self.done == self.total:
-            self._steady_peaks = self._peaks("steady")
-            self._used = self.device.used()
-        return scalars
+    def _drain(self) -> None:
+        for optimizer in self._offloaded:
+            optimizer.drain()
 
-    def close(self, drain: Callable[[], None]) -> None:
-        """Right after the last step: run `drain`, which leaves nothing of the optimizer in flight, and time it. The
-        device-wide wait, outside the window, lets the tail count what `drain` only queued."""
-        if self.done != self.total:
-            raise RuntimeError(f"the window is not over: {self.done} of {self.total} steps")
-        drain()
-        self.device.synchronize()
-        self._drained = self.device.stamp()
+    def _probe(self) -> tuple[Link, list[str]]:
+        """What the link carries while all ranks copy; where some rank has no room for that, a line that says so."""
+        device = self._device.torch_device
+        if device.type == "cpu" or not self._probe_bytes:
+            return Link(), []
+        store, problem = None, None
+        try:
+            store = HostStore([self._probe_bytes], pin_for=device)
+            torch.empty(self._probe_bytes, dtype=torch.uint8, device=device)  # the probe finds it in the allocator
+        except (OffbenchError, torch.OutOfMemoryError) as error:  # the run itself went well: its record must not go
+            problem = str(error).splitlines()[0]
+        short = [line for line in self._told(problem) if line is not None]
+        if store is None or short:
+            return Link(), [f"no copy rates, and no floor: {short[0]}"]
+        return bandwidth.probe(device, store.chunk(0), together=self._meet), []
 
-    def result(self) -> RankResult:
-        """This rank's figures; call it after `close`."""
-        if self._drained is None:
-            raise RuntimeError("close the recorder before asking for its result")
-        window, host = self._boundaries[self.warmup :], self._host_in_step_s[-self.steps :]
-        first, last, seconds = window[0], window[-1], self.device.seconds
-        return RankResult(
-            warmup=self.warmup,
-            step_s=[seconds(a, b) for a, b in pairwise(window)],
-            window_s=seconds(first, last),
-            drained_s=seconds(first, self._drained),
-            tail_s=seconds(last, self._drained),
-            first_step_s=seconds(self._boundaries[0], self._boundaries[1]),
-            phase_s=self._phase_means(),
-            host_in_step_s=statistics.fmean(host) if host else None,
-            scalars=self._scalars,
-            peak=Peak(**self._first_peaks, **self._steady_peaks, device_used_bytes=self._used),
+    def _told(self, mine: Any) -> list[Any]:
+        """What every rank has to say, in rank order."""
+        if self.world == 1:
+            return [mine]
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def _meet(self) -> None:
+        self._told(None)
+
+    def _report(self, link: Link, warnings: list[str]) -> _Report:
+        offloaded, logs = self._offloaded, self._logs
+        params = [p for one in self._all for group in one.param_groups for p in group["params"] if p.requires_grad]
+        places = [one.where() for one in offloaded]
+        ends = self._steps.phase_ends("backward")
+        at_end = [log.state_at(ends) for log in logs]
+        state = {f"{at}_bytes": sum(found.get(at, 0) for found in places) for at in ("device", "host")}
+        return _Report(
+            result=self._steps.result(),
+            local_params=sum(local_of(p).numel() for p in params),
+            link=link,
+            traffic=[way for log in logs for way in log.traffic()],
+            largest_chunk=max((chunk.nbytes for one in offloaded for chunk in one.chunks), default=0),
+            moved=summed(
+                [log.moved(self._steps.steps, one.copy_repeat) for one, log in zip(offloaded, logs, strict=True)]
+            ),
+            state=StateAt(**state) if offloaded else StateAt(),
+            state_at_backward_end=None if None in at_end or not at_end else sum(nbytes or 0 for nbytes in at_end),
+            host=Host(
+                pinned_requested_bytes=sum(one.store.requested_bytes for one in offloaded) if offloaded else None,
+                pinned_locked_bytes=sum(one.store.locked_bytes for one in offloaded) if offloaded else None,
+                pin_s=sum(one.store.seconds for one in offloaded) if offloaded else None,
+                rss_bytes=psutil.Process().memory_info().rss,
+            ),
+            staging_bytes=sum(one.staging_peak for one in offloaded) if offloaded else None,
+            warnings=warnings,
         )
 
-    def _peaks(self, when: str) -> dict[str, int | None]:
-        allocated, reserved = self.device.peak_allocated(), self.device.peak_reserved()
-        return {f"{when}_allocated_bytes": allocated, f"{when}_reserved_bytes": reserved}
+    def _record(self, reports: list[_Report]) -> RunRecord:
+        figures = gather([report.result for report in reports], self._tokens)
+        first, bad = reports[0], self._invalid(reports)
+        peak = figures.peak.model_copy(
+            update={
+                "state_at_backward_end_bytes": largest(report.state_at_backward_end for report in reports),
+                "staging_bytes": largest(report.staging_bytes for report in reports),
+            }
+        )
+        link, chunk = bandwidth.worst([report.link for report in reports]), max(r.largest_chunk for r in reports)
+        machine = shared_machine(self._spec.mode)
+        tree = topo_cache.launch_tree(machine, self._spec.mode.nproc) if machine is not None else None
+        return RunRecord(
+            run_id=self._spec.run_id,
+            started_at=self._began.isoformat(timespec="seconds"),
+            duration_s=(datetime.now(UTC) - self._began).total_seconds(),
+            status="invalid" if bad else "ok",
+            reason=bad,
+            spec=self._spec,
+            job=self._job,
+            tokens_per_step=self._tokens,
+            **{**vars(figures), "peak": peak},
+            moved=first.moved,
+            state=first.state,
+            host=Host(
+                **{
+                    name: largest(getattr(report.host, name) for report in reports)
+                    for name in ("pinned_requested_bytes", "pinned_locked_bytes", "pin_s", "rss_bytes")
+                }
+            ),
+            link=link,
+            floor=of_launch(first.moved, link, tree, chunk or None),
+            adamw=self._offloaded[0].implementation if self._offloaded else None,
+            local_params=max(report.local_params for report in reports),
+            chunks=sum(len(one.chunks) for one in self._offloaded) if self._offloaded else None,
+            warnings=sorted({warning for report in reports for warning in report.warnings}),
+            env=self._env | {"machine": topo_cache.identity(machine) if machine is not None else None},
+        )
 
-    def _phase_means(self) -> dict[str, float]:
-        total: dict[str, float] = defaultdict(float)
-        for step in range(self.warmup, self.total):
-            before = self._boundaries[step]
-            for phase, stamp in self._marks[step]:
-                total[phase] += self.device.seconds(before, stamp)
-                before = stamp
-        return {phase: seconds / self.steps for phase, seconds in total.items()}
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The launch's figures: field for field the timing part of `offbench.record.RunRecord`, so `**vars(figures)`."""
-
-    step_s: float
-    median_step_s: float | None
-    last10_step_s: float | None
-    drained_step_s: float
-    tail_s: float
-    tok_s: float
-    """Tokens of all ranks per second."""
-    first_step_s: float
-    steps: list[StepRow]
-    phases_s: Phases
-    peak: Peak
-
-
-def gather(results: Sequence[RankResult], tokens_per_step: int) -> Figures:
-    """Figures of a launch from its ranks (at least one, the same window on all); seconds and bytes.
-
-    Times and peaks are the largest over ranks: `step_s` of the ranks' whole windows, per-step values step by step;
-    median and mean of the last 10 are those of the per-step values. The loss is the mean over ranks, which hold
-    equally many tokens; norm and clip factor are the first rank's, being global.
-    """
-    steps = len(results[0].step_s)
-    step_s = max(result.window_s for result in results) / steps
-    per_step = [max(times) for times in zip(*(result.step_s for result in results), strict=True)]
-    return Figures(
-        step_s=step_s,
-        median_step_s=median(per_step),
-        last10_step_s=mean_of_last(per_step),
-        drained_step_s=max(result.drained_s for result in results) / steps,
-        tail_s=max(result.tail_s for result in results),
-        tok_s=tokens_per_step / step_s,
-        first_step_s=max(result.first_step_s for result in results),
-        steps=[_step_row(results, i, seconds) for i, seconds in enumerate(per_step)],
-        phases_s=Phases(
-            **{phase: largest(r.phase_s.get(phase) for r in results) for phase in Phases.model_fields}
-            | {"host_in_step": largest(r.host_in_step_s for r in results)}
-        ),
-        peak=Peak(**{field: largest(getattr(r.peak, field) for r in results) for field in Peak.model_fields}),
-    )
+    def _invalid(self, reports: list[_Report]) -> str | None:
+        if found := first_non_finite([report.result for report in reports]):
+            return f"finite: {found}"
+        for rank, report in enumerate(reports):
+            chunk = report.largest_chunk
+            if found := window_valid(report.traffic, self._steps.steps, chunk, in_flight_slack=chunk):
+                return f"window: rank {rank}: {found}"
+        return None
 
 
-def _step_row(results: Sequence[RankResult], index: int, seconds: float) -> StepRow:
-    of_rank = [result.scalars[result.warmup + index] for result in results]
-    losses = [scalars.loss for scalars in of_rank if scalars.loss is not None]
-    return StepRow(
-        step_s=seconds,
-        loss=statistics.fmean(losses) if losses else None,
-        grad_norm=of_rank[0].grad_norm,
-        clip_factor=of_rank[0].clip_factor,
-    )
-
-
-def first_non_finite(results: Sequence[RankResult]) -> str | None:
-    """Where a loss or gradient norm first was not finite, warm-up included; None when all were."""
-    for step in range(len(results[0].scalars)):
-        for rank, result in enumerate(results):
-            for name in ("loss", "grad_norm"):
-                value = getattr(result.scalars[step], name)
-                if value is not None and not math.isfinite(value):
-                    return f"{name} is {value} in step {step + 1} (warm-up counted) on rank {rank}"
-    return None
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of one direction as the engine counted them at the window's two ends; payload, without repeats."""
-
-    direction: Literal["in", "out"]
-    completed_at_start: int
-    completed_at_end: int
-    in_flight_at_start: int
-    """Queued, not yet completed."""
-    in_flight_at_end: int
-    planned_per_step: int
-
-
-def window_valid(traffic: Iterable[Traffic], steps: int, chunk_bytes: int, in_flight_slack: int = 0) -> str | None:
-    """Whether the window saw all the copies of its steps: None when it did, else what is wrong, in one line.
-
-    Per direction the bytes completed inside the window must equal `steps` x plan within one chunk (`chunk_bytes`,
-    the largest chunk), and no more than `in_flight_slack` bytes above those in flight at its start may be in flight
-    at its end: an arm must not look fast by leaving its copies for later.
-    """
-    for way in traffic:
-        moved, planned = way.completed_at_end - way.completed_at_start, steps * way.planned_per_step
-        if abs(moved - planned) > chunk_bytes:
-            return (
-                f"{way.direction}: {moved} bytes completed in the window, planned {planned} "
-                f"({steps} steps x {way.planned_per_step}), off by more than a chunk of {chunk_bytes}"
-            )
-        if way.in_flight_at_end > way.in_flight_at_start + in_flight_slack:
-            at_end, at_start = way.in_flight_at_end, way.in_flight_at_start
-            return f"{way.direction}: {at_end} bytes in flight at the end of the window, {at_start} at its start"
-    return None
+def _current_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 
 from offbench.device import Device
-from offbench.measure import PhaseName, Scalars, StepRecorder
 from offbench.offload.readback import Way
 from offbench.trace.events import STAMP
+from offbench.window import PhaseName, Scalars, WindowRecorder
 
 STEPS = 2
 """Profiled steps: copies of one step run over into the next. Named as the profiler names its own."""
 
 
-class TracedRecorder(StepRecorder):
+class TracedRecorder(WindowRecorder):
     """A recorder of one step to warm up and STEPS profiled ones, whose stamps a trace can show.
 
     A trace does not hold events. So each stamp also launches a kernel of one element, inside a mark that names it: it
@@ -28,17 +28,17 @@ class TracedRecorder(StepRecorder):
         self._element = torch.zeros(1, device=device.torch_device)
 
     def begin(self) -> None:
-        """As StepRecorder's."""
+        """As WindowRecorder's."""
         super().begin()
         self._show("begin")
 
     def mark(self, phase: PhaseName) -> None:
-        """As StepRecorder's."""
+        """As WindowRecorder's."""
         super().mark(phase)
         self._show(phase)
 
     def end(self) -> Scalars:
-        """As StepRecorder's."""
+        """As WindowRecorder's."""
         self._show("end")
         return super().end()
 

@@ -18,7 +18,6 @@ from offbench.config import GIB, RunSpec
 from offbench.device import Device
 from offbench.estimate import estimate
 from offbench.hardware import load_nvml
-from offbench.measure import StepRecorder
 from offbench.offload import OffloadedAdamW
 from offbench.offload.hoststore import HostStore
 from offbench.offload.small_copies import KernelCopies, kernel_copies
@@ -27,6 +26,7 @@ from offbench.record import Link, Split
 from offbench.replica import ReplicaLog
 from offbench.trace.command import split_of
 from offbench.traffic import TrafficLog
+from offbench.window import WindowRecorder
 from offbench.workload.parallel import Job, build
 from offbench.workload.rehearsal import init_rehearsal
 
@@ -68,7 +68,7 @@ def _run(
     where.pinned(pinned_ranges(job, optimizer))
     replica = ReplicaLog(spec, job, optimizer) if spec.workload.broadcast_every else None
 
-    recorder = StepRecorder(device, spec.window.warmup, spec.window.steps, spec.arm.readbacks)
+    recorder = WindowRecorder(device, spec.window.warmup, spec.window.steps, spec.arm.readbacks)
     log = TrafficLog(optimizer, device)
     meet("before the first step", spec.mode.nproc)
     train(job, optimizer, recorder, log, replica, progress, env)
@@ -165,7 +165,7 @@ def pinned_ranges(job: Job, optimizer: OffloadedAdamW) -> list[tuple[int, int]]:
 def train(
     job: Job,
     optimizer: OffloadedAdamW,
-    recorder: StepRecorder,
+    recorder: WindowRecorder,
     log: TrafficLog,
     replica: ReplicaLog | None,
     progress: Progress,
@@ -221,7 +221,7 @@ def train_step(
     job: Job,
     optimizer: OffloadedAdamW,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
-    recorder: StepRecorder,
+    recorder: WindowRecorder,
     replica: ReplicaLog | None,
     step: int,
     under_load: Callable[[], None] | None = None,

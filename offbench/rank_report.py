@@ -19,16 +19,15 @@ from offbench.config import RunSpec
 from offbench.device import peak_bf16_flops
 from offbench.failure import write_json
 from offbench.floor import of_launch
-from offbench.measure import RankResult, StepRecorder, Traffic, gather
 from offbench.offload import OffloadedAdamW
 from offbench.offload.layout import local_of
 from offbench.record import Broadcast, Host, Link, Moved, RankPages, Split, StateAt
 from offbench.replica import ReplicaLog
 from offbench.stats import largest
 from offbench.topo import cache as topo_cache
-from offbench.topology.detect import detect
-from offbench.topology.model import Machine
+from offbench.topo.shared import shared_machine
 from offbench.traffic import TrafficLog
+from offbench.window import RankResult, Traffic, WindowRecorder, gather
 from offbench.workload.experts import Experts
 from offbench.workload.parallel import Job
 from offbench.workload.presets import find
@@ -82,7 +81,7 @@ def describe(
     spec: RunSpec,
     job: Job,
     optimizer: OffloadedAdamW,
-    recorder: StepRecorder,
+    recorder: WindowRecorder,
     log: TrafficLog,
     replica: ReplicaLog | None,
     copy_repeat: float,
@@ -209,7 +208,7 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         numa=", ".join(dict.fromkeys(r.host.numa for r in reports if r.host.numa is not None)) or None,
     )
     link = bandwidth.worst([r.link for r in reports])
-    machine = shared_machine(spec)
+    machine = shared_machine(spec.mode)
     tree = topo_cache.launch_tree(machine, spec.mode.nproc) if machine is not None else None
     fields = dict(vars(figures)) | {
         "status": "invalid" if bad else "ok",
@@ -237,14 +236,6 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "env": first.env | {"machine": topo_cache.identity(machine) if machine is not None else None},
     }
     return {key: _plain(value) for key, value in fields.items()}
-
-
-def shared_machine(spec: RunSpec) -> Machine | None:
-    """The machine whose links the local ranks share, with what `offbench topo --measure` has found on it; None where
-    they share none: an emulated link is slower than all of it, and one process shares nothing."""
-    if spec.mode.device == "cpu" or spec.mode.nproc == 1 or spec.mode.emulate_link is not None:
-        return None
-    return topo_cache.recall(detect())
 
 
 def mfu(spec: RunSpec, step_s: float, gpu: str | None) -> float | None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from offbench.device import Device, Stamp
-from offbench.measure import Traffic
 from offbench.offload.adamw import OffloadedAdamW
 from offbench.offload.copies import ArenaEntry, Ledger
 from offbench.record import Moved
+from offbench.window import Traffic
 
 
 class TrafficLog:
@@ -94,6 +94,17 @@ class TrafficLog:
             return None
         spans = [(_seconds(start.event, e.begin), _seconds(start.event, e.end)) for e in self._ledger.copies]
         return union(spans, 0.0, _seconds(start.event, end.event)) / steps
+
+
+def summed(parts: Sequence[Moved]) -> Moved:
+    """What several optimizers of one rank moved together. Their copies may run side by side, so times do not add up:
+    null but for one optimizer."""
+    if len(parts) <= 1:
+        return parts[0] if parts else Moved()
+    added = {
+        name: sum(getattr(part, name) for part in parts) for name in Moved.model_fields if name.endswith("_per_step")
+    }
+    return Moved(**added, copy_repeat=parts[0].copy_repeat)
 
 
 def union(spans: Sequence[tuple[float, float]], start: float, stop: float) -> float:

@@ -10,9 +10,9 @@ import pytest
 from offbench import arms
 from offbench.checks import check_launch
 from offbench.config import GIB, Mode, RunSpec, Window, Workload
-from offbench.measure import RankResult, Scalars, Traffic
 from offbench.rank_report import RankReport
 from offbench.record import Broadcast, Host, Link, Moved, Peak, StateAt
+from offbench.window import RankResult, Scalars, Traffic
 
 LAYERS, PARAMS, STEPS = 2, 1000, 4
 STATE, CHUNK = 8 * PARAMS, 4000

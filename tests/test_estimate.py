@@ -3,12 +3,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offbench import arms
 from offbench.config import GIB, Mode, RunSpec, Workload
-from offbench.estimate import cautions, estimate, fit_layers, shortfalls, with_layers
+from offbench.estimate import cautions, estimate, fit_layers, shortfalls, staging_bytes, with_layers
+from offbench.offload.adamw import engine_of
+from offbench.offload.copies import Copier
+from offbench.offload.flow import FlowEngine
+from offbench.offload.hoststore import HostStore
+from offbench.offload.streams import DeviceStreams
+from offbench.planner.inputs import of_model
 from offbench.workload.presets import find
 from tests.hosts import host
 
@@ -55,6 +62,31 @@ def test_deferred_staging_is_still_there_when_the_next_forward_begins() -> None:
     assert estimate(hasty).gpu_bytes > estimate(spec).gpu_bytes, "fewer gradients are gone by then"
     small, staged = (estimate(big(arm, layers=4)).gpu_bytes for arm in ("chunked", "overlap"))
     assert staged > small
+
+
+@pytest.mark.parametrize(
+    ("arm", "options", "gib"),
+    [("chunked", {}, 2.43), ("overlap", {}, 4.75), ("chunked", {"pieces": 1}, 1.84), ("overlap", {"pieces": 1}, 3.58),
+     ("stream", {"staging_bytes": GIB}, 1.0), ("stream", {"staging_bytes": 0}, 0.75)],
+)  # fmt: skip
+def test_staging_is_what_uneven_parameters_take(arm: str, options: dict[str, int], gib: float) -> None:
+    schedule = arms.ARMS[arm].schedule(arms.ARMS[arm].resolve(**options))
+    assert staging_bytes("qwen3-30b-a3b", 8, 8, 48, schedule) / GIB == pytest.approx(gib, abs=0.01)
+
+
+@pytest.mark.parametrize("arm", ["chunked", "overlap", "stream"])
+@pytest.mark.parametrize("cap", [1 << 12, 1 << 16, 1 << 30])
+def test_staging_is_what_the_engine_takes(arm: str, cap: int) -> None:
+    """At the smallest cap every matrix of `tiny` is above it."""
+    resolved = arms.ARMS[arm].resolve(chunk_bytes=cap, **({"staging_bytes": 0} if arm == "stream" else {}))
+    schedule = arms.ARMS[arm].schedule(resolved)
+    chunks = of_model(find("tiny"), 1, 1, 2, schedule.chunk_bytes).chunks
+    store, cpu = HostStore([chunk.nbytes for chunk in chunks]), torch.device("cpu")
+    engine = engine_of(schedule)(chunks, store, schedule, DeviceStreams(cpu), Copier())
+    taken = engine._arena_bytes if isinstance(engine, FlowEngine) else engine.staging_bytes
+    assert staging_bytes("tiny", 1, 1, 2, schedule) == taken > 0
+    if cap == 1 << 12:
+        assert taken >= max(chunk.nbytes for chunk in chunks) > cap
 
 
 @given(

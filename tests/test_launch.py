@@ -69,10 +69,22 @@ def test_every_check_of_a_launch_holds(records: dict[str, dict[str, Any]]) -> No
 
 def test_arms_train_the_same_bit_for_bit(records: dict[str, dict[str, Any]]) -> None:
     def course(name: str) -> list[object]:
-        steps = [(step["loss"], step["grad_norm"]) for step in records[name]["steps"]]
+        steps = [(step["loss"], step["grad_norm"], step["clip_factor"]) for step in records[name]["steps"]]
         return [*steps, records[name]["params_checksum"]]
 
     assert course("none") == course("chunked") == course("overlap")
+
+
+def test_norms_are_those_before_clipping_and_the_factor_says_what_became_of_them(
+    records: dict[str, dict[str, Any]],
+) -> None:
+    """DeepSpeed#7302, #7220, #8068, transformers#37566, prime-rl#3234"""
+    for record in records.values():
+        max_norm = record["spec"]["workload"]["max_norm"]
+        assert max_norm == 1.0
+        assert record["adamw"] == record["spec"]["workload"]["adamw"]
+        for step in record["steps"]:
+            assert step["clip_factor"] == pytest.approx(min(1.0, max_norm / (step["grad_norm"] + 1e-6)), rel=1e-5)
 
 
 def test_bytes_moved_are_those_of_the_state(records: dict[str, dict[str, Any]]) -> None:

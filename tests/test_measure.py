@@ -1,286 +1,215 @@
+"""A trainer of its own, measured by a few lines in its loop."""
+
 from __future__ import annotations
 
-import math
-import time
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from offbench.device import CpuDevice, Device, Stamp
-from offbench.measure import RankResult, Scalars, StepRecorder, Traffic, first_non_finite, gather, window_valid
-from offbench.record import Peak, RunRecord
+from offbench.cli import main
+from offbench.compare import compare
+from offbench.errors import RecordError, UsageError
+from offbench.measure import StepRecorder
+from offbench.offload import OffloadedAdamW
+from offbench.planner.gather import PlanOptions, gather
+from offbench.planner.sources import compute_of_records
+from offbench.record import Link
+from offbench.render import to_csv, to_markdown
+from offbench.results_file import read_records
+from tests.offload import sharded
+from tests.ranks import on_ranks
 
-
-class ScriptedDevice(CpuDevice):
-    """A device whose clock and memory move only when the test says so; it logs what the recorder asks of it."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.now = 0.0
-        self.held = self.peak = 0
-        self.log: list[str] = []
-
-    def stamp(self) -> Stamp:
-        return Stamp(None, self.now)
-
-    def synchronize(self) -> None:
-        self.log.append("synchronize")
-
-    def hold(self, size: int) -> None:
-        self.held = size
-        self.peak = max(self.peak, size)
-
-    def peak_allocated(self) -> int | None:
-        return self.peak
-
-    def peak_reserved(self) -> int | None:
-        return self.peak + 1
-
-    def reset_peaks(self) -> None:
-        self.log.append("reset")
-        self.peak = self.held
-
-    def used(self) -> int | None:
-        return self.held + 2
+CPU = torch.device("cpu")
 
 
-def scripted_step(recorder: StepRecorder, device: ScriptedDevice, seconds: float, loss: float, peak: int) -> Scalars:
-    """One step of two micro-batches: forward 2 x 20 %, backward 2 x 15 %, clip 5 %, step 10 %, rest 15 %."""
-    recorder.begin()
-    for _ in range(2):
-        device.now += 0.20 * seconds
-        recorder.mark("forward")
-        device.now += 0.15 * seconds
-        recorder.mark("backward")
-    device.hold(peak)
-    device.hold(100)
-    device.now += 0.05 * seconds
-    recorder.mark("clip")
-    recorder.report(torch.tensor(loss), torch.tensor(3.0), None)
-    with recorder.optimizer_step():
-        device.now += 0.10 * seconds
-    device.now += 0.15 * seconds
-    return recorder.end()
+GIB = 1 << 30
 
 
-def scripted_run() -> tuple[ScriptedDevice, RankResult]:
-    device = ScriptedDevice()
-    recorder = StepRecorder(device, warmup=2, steps=3)
-    starts = []
-    for i, seconds in enumerate([25.0, 5.0, 2.0, 2.0, 3.0]):
-        starts.append(recorder.at_window_start)
-        assert scripted_step(recorder, device, seconds, loss=10.0 - i, peak=1000 - 100 * i) == Scalars(
-            10.0 - i, 3.0, None
-        )
-        device.now += 0.5  # between two steps: part of the next one
-    device.now -= 0.5
-    assert starts == [False, False, True, False, False]
-    assert "synchronize" not in device.log
-
-    def drain() -> None:
-        device.log.append("drain")
-        device.now += 0.75
-
-    recorder.close(drain)
-    return device, recorder.result()
-
-
-def test_window_and_steps_share_their_boundaries() -> None:
-    _, result = scripted_run()
-    assert result.first_step_s == pytest.approx(25.0)
-    assert result.step_s == pytest.approx([2.5, 2.5, 3.5])
-    assert result.window_s == pytest.approx(sum(result.step_s))
-    assert result.tail_s == pytest.approx(0.75)
-    assert result.drained_s == pytest.approx(result.window_s + 0.75)
-
-
-def test_phases_add_up_over_micro_batches() -> None:
-    _, result = scripted_run()
-    work, between = 7.0 / 3, 0.5
-    assert result.phase_s == pytest.approx(
-        {"forward": 0.4 * work + between, "backward": 0.3 * work, "clip": 0.05 * work, "step": 0.1 * work}
-    )
-    assert result.host_in_step_s is not None
-    assert 0 < result.host_in_step_s < 0.1
-
-
-def test_peaks_are_of_the_first_step_and_of_the_window_alone() -> None:
-    device, result = scripted_run()
-    assert result.peak.first_step_allocated_bytes == 1000
-    assert result.peak.first_step_reserved_bytes == 1001
-    assert result.peak.steady_allocated_bytes == 800, "the second warm-up step reached 900"
-    assert result.peak.device_used_bytes == 102
-    assert result.peak.staging_bytes is None
-    assert device.log == ["reset", "reset", "drain", "synchronize"]
-
-
-def test_every_step_keeps_its_scalars() -> None:
-    _, result = scripted_run()
-    assert [scalars.loss for scalars in result.scalars] == [10.0, 9.0, 8.0, 7.0, 6.0]
-    assert {scalars.clip_factor for scalars in result.scalars} == {None}
-
-
-def test_finished_step_is_the_one_before_the_last() -> None:
-    device = ScriptedDevice()
-    recorder = StepRecorder(device, warmup=1, steps=2)
-    seen = []
-    for seconds in (4.0, 2.0, 3.0):
-        scripted_step(recorder, device, seconds, 1.0, 0)
-        seen.append(recorder.finished_step_s())
-    assert seen == [None, pytest.approx(4.0), pytest.approx(2.0)]
-    assert recorder.boundary.host_s == pytest.approx(9.0)
-
-
-def test_a_step_without_scalars_is_refused() -> None:
-    recorder = StepRecorder(ScriptedDevice(), warmup=1, steps=1)
-    recorder.begin()
-    with pytest.raises(AssertionError, match="nothing was sent"):
-        recorder.end()
-
-
-def test_no_result_before_the_window_is_over_and_drained() -> None:
-    device = ScriptedDevice()
-    recorder = StepRecorder(device, warmup=1, steps=1)
-    scripted_step(recorder, device, 1.0, 1.0, 0)
-    with pytest.raises(RuntimeError, match="1 of 2 steps"):
-        recorder.close(lambda: None)
-    with pytest.raises(RuntimeError, match="close the recorder"):
-        recorder.result()
-
-
-def test_cpu_run_measures_time_and_no_memory() -> None:
-    recorder = StepRecorder(Device.of(torch.device("cpu")), warmup=1, steps=2)
-    for _ in range(recorder.total):
+def train(rank: int, results: str, arm: str, spoil: bool = False, link: Link | None = None) -> bool:
+    if link is not None:  # as a GPU's probe finds it
+        StepRecorder._probe = lambda self: (link, [])  # type: ignore[method-assign]
+    model = sharded.build(CPU)
+    optimizer: torch.optim.Optimizer
+    if arm == "plain":
+        optimizer = torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
+    else:
+        optimizer = sharded.optimizer_of(arm, model, None)
+    recorder = StepRecorder(
+        results, arm=arm, job={"model": "mlp", "layers": 4}, tokens_per_step=8,
+        optimizer=optimizer, device=CPU, warmup=2, steps=4,
+    )  # fmt: skip
+    for step in range(99):
         recorder.begin()
-        time.sleep(0.01)
+        loss = model(torch.full((4, sharded.WIDTH), float("nan") if spoil else float(rank + step)))
         recorder.mark("forward")
-        recorder.report(torch.tensor(1.0), None, None)
+        loss.backward()
+        recorder.mark("backward")
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        recorder.report(loss, norm.full_tensor())
         with recorder.optimizer_step():
-            time.sleep(0.005)
-        recorder.end()
-    recorder.close(lambda: time.sleep(0.01))
-    result = recorder.result()
-    assert all(0.015 <= seconds < 0.5 for seconds in result.step_s)
-    assert 0.005 <= (result.host_in_step_s or 0.0) <= result.phase_s["step"] < 0.5
-    assert 0.01 <= result.tail_s < 0.5
-    assert set(result.peak.model_dump().values()) == {None}
+            optimizer.step()
+        optimizer.zero_grad()
+        if recorder.end():
+            break
+    record = recorder.finish()
+    return (record is not None) == (rank == 0) and step == 5
 
 
-def rank(step_s: list[float], **changes: object) -> RankResult:
-    """A rank with one warm-up step and the given window."""
-    base = RankResult(
-        warmup=1,
-        step_s=step_s,
-        window_s=sum(step_s),
-        drained_s=sum(step_s) + 1.0,
-        tail_s=1.0,
-        first_step_s=9.0,
-        phase_s={"forward": 1.0, "backward": 2.0},
-        host_in_step_s=0.25,
-        scalars=[Scalars(5.0, 1.0, 1.0)] * (1 + len(step_s)),
-        peak=Peak(steady_allocated_bytes=10),
-    )
-    return replace(base, **changes)  # type: ignore[arg-type]
+@pytest.mark.parametrize("arm", ["plain", "chunked", "overlap"])
+def test_two_ranks_leave_one_record(arm: str, tmp_path: Path) -> None:
+    results = tmp_path / "mine.jsonl"
+    assert on_ranks(2, train, str(results), arm) == [True, True]
+    (record,) = read_records([results]).records
+    assert record.status == "ok"
+    assert record.job == {"model": "mlp", "layers": 4}
+    assert record.spec.arm.name == arm
+    assert record.spec.mode.world == 2
+    assert len(record.steps) == 4
+    assert record.step_s is not None
+    assert record.tok_s == pytest.approx(8 / record.step_s)
+    assert record.steps[0].loss is not None
+    assert record.phases_s.forward is not None
+    assert record.env["torch"]
+    if arm == "plain":
+        assert record.moved.in_bytes_per_step is None
+    else:
+        assert record.moved.in_bytes_per_step == record.moved.planned_in_bytes_per_step
+        assert record.chunks is not None
+        assert record.chunks > 4
 
 
-def test_gather_takes_the_slowest_rank() -> None:
-    slow_late = rank([1.0, 4.0], phase_s={"forward": 3.0, "backward": 1.0}, first_step_s=12.0)
-    slow_early = rank(
-        [3.0, 1.0],
-        tail_s=2.0,
-        drained_s=8.0,
-        scalars=[Scalars(5.0, 1.0, 1.0), Scalars(7.0, 9.0, 0.5), Scalars(9.0, 9.0, 0.5)],
-        peak=Peak(steady_allocated_bytes=30, device_used_bytes=7),
-    )
-    figures = gather([slow_late, slow_early], tokens_per_step=1000)
-    assert figures.step_s == 2.5
-    assert [row.step_s for row in figures.steps] == [3.0, 4.0]
-    assert figures.median_step_s == figures.last10_step_s == 3.5
-    assert figures.drained_step_s == 4.0
-    assert figures.tail_s == 2.0
-    assert figures.tok_s == 400.0
-    assert figures.first_step_s == 12.0
-    assert [row.loss for row in figures.steps] == [6.0, 7.0]
-    assert figures.steps[0].grad_norm == 1.0
-    assert (figures.phases_s.forward, figures.phases_s.backward, figures.phases_s.clip) == (3.0, 2.0, None)
-    assert figures.phases_s.host_in_step == 0.25
-    assert (figures.peak.steady_allocated_bytes, figures.peak.device_used_bytes) == (30, 7)
-    assert figures.peak.steady_reserved_bytes is None
+def test_a_loss_that_is_not_finite_makes_the_record_invalid(tmp_path: Path) -> None:
+    results = tmp_path / "mine.jsonl"
+    on_ranks(1, train, str(results), "plain", True)
+    (record,) = read_records([results]).records
+    assert record.status == "invalid"
+    assert "loss is nan" in (record.reason or "")
 
 
-def test_figures_are_fields_of_a_record() -> None:
-    figures = vars(gather([rank([1.0])], tokens_per_step=1))
-    assert set(figures) <= set(RunRecord.model_fields)
+def test_an_unwritable_path_is_found_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="cannot write results"):
+        StepRecorder(tmp_path / "file" / "x.jsonl", arm="none", job={}, tokens_per_step=1, device=CPU)
 
 
-@given(st.integers(1, 4), st.lists(st.floats(1e-3, 1e3), min_size=12, max_size=12))
-def test_step_s_is_bounded_by_the_slowest_steps(ranks: int, seconds: list[float]) -> None:
-    share = 12 // ranks
-    results = [rank(seconds[i * share : (i + 1) * share]) for i in range(ranks)]
-    figures = gather(results, tokens_per_step=1)
-    largest = [row.step_s or 0.0 for row in figures.steps]
-    assert figures.step_s <= sum(largest) / share * (1 + 1e-9)
-    assert figures.step_s >= min(seconds) * (1 - 1e-9)
-    assert figures.drained_step_s > figures.step_s
+def test_report_describes_the_job_and_compares_arms(tmp_path: Path) -> None:
+    results = tmp_path / "mine.jsonl"
+    for arm in ("none", "overlap"):
+        on_ranks(1, train, str(results), arm)
+    groups = compare(read_records([results]).records)
+    text = to_markdown(groups)
+    assert len(groups) == 1
+    assert "model mlp, layers 4, world 1" in text
+    assert "qwen3" not in text
+    assert groups[0].rows[1].x_none is not None
+    assert ",qwen3" not in to_csv(groups)
 
 
-def test_the_first_figure_that_is_not_finite_is_named() -> None:
-    good = rank([1.0])
-    bad = rank([1.0], scalars=[Scalars(5.0, None, None), Scalars(5.0, math.inf, 1.0)])
-    assert first_non_finite([good, good]) is None
-    assert first_non_finite([good, bad]) == "grad_norm is inf in step 2 (warm-up counted) on rank 1"
+RATES = Link(in_bytes_per_s=2.0 * GIB, out_bytes_per_s=2.0 * GIB, both_bytes_per_s=3.0 * GIB)
 
 
-CHUNK = 10
-WAY = Traffic("in", 100, 400, 20, 20, 100)
+def test_the_floor_is_that_of_its_bytes_on_the_probed_link(tmp_path: Path) -> None:
+    results = tmp_path / "mine.jsonl"
+    for arm in ("none", "chunked"):
+        on_ranks(1, train, str(results), arm, False, RATES)
+    none, chunked = read_records([results]).records
+    assert none.floor.seconds is None
+    assert chunked.moved.in_bytes_per_step
+    assert chunked.floor.seconds == pytest.approx(2 * chunked.moved.in_bytes_per_step / (3.0 * GIB))
+    assert chunked.floor.bound_by == "gpu_link duplex"
+    (group,) = compare([none, chunked])
+    assert group.rows[1].floor_s == chunked.floor.seconds
+    assert group.rows[1].x_none is not None
 
 
-def test_window_that_saw_all_its_copies_is_valid() -> None:
-    assert window_valid([WAY, replace(WAY, direction="out")], steps=3, chunk_bytes=CHUNK) is None
-    assert window_valid([replace(WAY, completed_at_end=400 - CHUNK)], 3, CHUNK) is None
-    assert window_valid([replace(WAY, completed_at_end=400 + CHUNK)], 3, CHUNK) is None
-    assert window_valid([replace(WAY, in_flight_at_end=0)], 3, CHUNK) is None
-    assert window_valid([replace(WAY, in_flight_at_end=30)], 3, CHUNK, in_flight_slack=10) is None
-    assert window_valid([], 3, CHUNK) is None, "an arm that moves nothing"
+def test_a_plan_takes_state_times_and_rates_from_the_baseline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "mine.jsonl"
+    on_ranks(1, train, str(results), "none", False, RATES)
+    (record,) = read_records([results]).records
+    assert record.local_params
+    inputs = gather(PlanOptions(record=results), lambda: pytest.fail("asked for this host"))
+    assert inputs.job.state == 8 * record.local_params
+    assert (inputs.job.layers, inputs.job.tokens_per_step) == (4, 8)
+    assert inputs.compute.forward == record.phases_s.forward
+    assert (inputs.links.into, inputs.links.both) == (2.0 * GIB, 3.0 * GIB)
+    assert main(["plan", "--record", str(results)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{record.local_params:,} parameters a rank x 8 bytes of state" in shown
+    assert "In your trainer: the schedule of arm" in shown
+    silent = record.model_copy(update={"local_params": 0})
+    results.write_text(silent.model_dump_json() + "\n")
+    with pytest.raises(UsageError, match="give StepRecorder the optimizer"):
+        gather(PlanOptions(record=results), lambda: pytest.fail("asked for this host"))
 
 
-@pytest.mark.parametrize("completed", [400 - CHUNK - 1, 400 + CHUNK + 1])
-def test_window_with_other_bytes_than_planned_is_invalid(completed: int) -> None:
-    reason = window_valid([WAY, replace(WAY, direction="out", completed_at_end=completed)], 3, CHUNK)
-    assert reason is not None
-    assert reason.startswith(f"out: {completed - 100} bytes completed in the window, planned 300")
+def test_accumulated_passes_are_told_by_the_job(tmp_path: Path) -> None:
+    results = tmp_path / "mine.jsonl"
+    on_ranks(1, train, str(results), "none")
+    (record,) = read_records([results]).records
+    passes = record.model_copy(update={"job": {"model": "mlp", "grad_accum": 4}})
+    once, four = compute_of_records([record]), compute_of_records([passes])
+    assert four.forward == pytest.approx(once.forward / 4)
+    assert four.total == pytest.approx(once.total)
 
 
-def test_window_that_leaves_more_in_flight_is_invalid() -> None:
-    reason = window_valid([replace(WAY, in_flight_at_end=21)], 3, CHUNK)
-    assert reason == "in: 21 bytes in flight at the end of the window, 20 at its start"
-    assert window_valid([replace(WAY, in_flight_at_end=31)], 3, CHUNK, in_flight_slack=10) is not None
+def pipeline(rank: int, results: str) -> bool:
+    """Two model parts with an optimizer each, one more that is not offloaded."""
+    parts = [torch.nn.Linear(64, 64) for _ in range(3)]
+    schedule = sharded.schedule_of("chunked")
+    optimizers: list[torch.optim.Optimizer] = [OffloadedAdamW(p.parameters(), schedule=schedule) for p in parts[:2]]
+    optimizers.append(torch.optim.AdamW(parts[2].parameters()))
+    recorder = StepRecorder(results, arm="chunked", job={}, tokens_per_step=1, optimizer=optimizers, warmup=1, steps=2)
+    done = False
+    while not done:
+        recorder.begin()
+        loss = parts[2](parts[1](parts[0](torch.ones(2, 64)))).square().mean()
+        loss.backward()
+        recorder.report(loss)
+        with recorder.optimizer_step():
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        done = recorder.end()
+    recorder.finish()
+    return True
+
+
+def test_several_optimizers_are_one_row(tmp_path: Path) -> None:
+    results = tmp_path / "mine.jsonl"
+    on_ranks(1, pipeline, str(results))
+    (record,) = read_records([results]).records
+    assert record.status == "ok"
+    assert record.local_params == 3 * (64 * 64 + 64)
+    assert record.state.host_bytes == 2 * 8 * (64 * 64 + 64)
+    assert record.moved.in_bytes_per_step == record.moved.planned_in_bytes_per_step
+    assert (record.moved.planned_out_bytes_per_step or 0) >= record.state.host_bytes
+    assert record.moved.copy_span_s is None
+    assert record.chunks == 2
 
 
 @pytest.mark.gpu
-def test_a_slow_side_stream_delays_no_step_and_fills_the_tail() -> None:
-    device = Device.of(torch.device("cuda"))
-    side = torch.cuda.Stream()
-    x = torch.ones(1, device="cuda")
-    recorder = StepRecorder(device, warmup=1, steps=4)
-    for step in range(recorder.total):
-        if step == 1:
-            with torch.cuda.stream(side):
-                torch.cuda._sleep(2_000_000_000)  # about a second at 2 GHz
+def test_on_a_gpu_the_link_is_probed(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1024, 1024, device="cuda")
+    optimizer = OffloadedAdamW(model.parameters(), schedule=sharded.schedule_of("chunked"))
+    recorder = StepRecorder(
+        tmp_path / "mine.jsonl", arm="chunked", job={}, tokens_per_step=1, optimizer=optimizer, warmup=1, steps=2
+    )
+    done = False
+    while not done:
         recorder.begin()
-        torch.cuda._sleep(10_000_000)
-        recorder.mark("forward")
-        recorder.report(x.sum() + step, x.sum(), None)
+        loss = model(torch.ones(2, 1024, device="cuda")).square().mean()
+        loss.backward()
+        recorder.report(loss)
         with recorder.optimizer_step():
-            torch.cuda._sleep(1_000_000)
-        assert recorder.end().loss == 1.0 + step
-    assert not side.query(), "the recorder waited for another stream"
-    recorder.close(lambda: torch.cuda.current_stream().wait_stream(side))
-    result = recorder.result()
-    assert result.window_s == pytest.approx(sum(result.step_s), rel=1e-3)
-    assert 0.01 < result.window_s < 0.3
-    assert result.tail_s > 0.5
-    assert (result.peak.steady_allocated_bytes or 0) > 0
+            optimizer.step()
+        optimizer.zero_grad()
+        done = recorder.end()
+    record = recorder.finish()
+    assert record is not None
+    assert record.warnings == []
+    assert record.link.both_bytes_per_s is not None
+    assert record.link.both_bytes_per_s > GIB
+    assert record.floor.bound_by == "gpu_link duplex"

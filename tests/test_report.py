@@ -260,7 +260,6 @@ def test_several_launches_have_the_median_of_their_ideals() -> None:
     assert found.gap_s == pytest.approx(1.45 - 2 * STATE_S / 0.8)
 
 
-<<<<<<< ours
 def test_exposed_time_over_the_floor() -> None:
     launches = [record(spec("main"), 2.75, i, floor={"seconds": seconds}) for i, seconds in enumerate((0.4, 0.5), 1)]
     group = only([record(spec()), *launches, record(spec("overlap"), 2.5)])
@@ -273,7 +272,8 @@ def test_exposed_time_over_the_floor() -> None:
     assert (overlap["floor s"], overlap["x floor"]) == ("-", "-"), "a floor that is not known is no zero"
     assert (none["floor s"], none["x floor"]) == ("-", "-")
     assert (figures(row(group, "main"))["floor_s"], figures(row(group, "main"))["x_floor"]) == (0.5, 1.5)
-=======
+
+
 def traced(step_s: float, launch_s: float, unexplained_s: float = 0.0, kernels: str = "aa") -> dict[str, Any]:
     parts = {"step_s": step_s, "launch_s": launch_s, "unexplained_s": unexplained_s}
     return {"total": {**parts, "compute_s": step_s - launch_s - unexplained_s}, "kernels_digest": kernels}
@@ -315,7 +315,6 @@ def test_without_a_trace_of_both_no_cause_is_told(base: RunRecord | None) -> Non
     group = only([*([base] if base else []), record(spec("main"), 4.0, split=traced(4.4, 0.5))])
     assert "last table" not in to_markdown([group])
     assert figures(row(group, "main"))["gap_launch_s"] is None
->>>>>>> theirs
 
 
 def placed(*ranks: tuple[int | None, ...]) -> list[dict[str, Any]]:

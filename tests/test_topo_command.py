@@ -22,6 +22,7 @@ from offbench.record import Link as LinkRates
 from offbench.record import Moved, RunRecord
 from offbench.report import with_shared_links
 from offbench.topo import cache as topo_cache
+from offbench.topo import shared
 from offbench.topo.command import TopoOptions, topo_command
 from offbench.topo.text import disagreement, floor_lines, measurement_lines
 from offbench.topology.imports import load_machine
@@ -255,18 +256,14 @@ def test_a_launch_uses_what_was_measured_of_the_shared_links(cache: Path) -> Non
 
 @pytest.mark.parametrize("mode", [{"device": "cpu"}, {"nproc": 1}, {"emulate_link": 38.8 * GIB}])
 def test_launches_that_share_no_real_link_look_nothing_up(mode: dict[str, Any]) -> None:
-    from offbench.rank_report import shared_machine
-
-    assert shared_machine(RunSpec(mode=Mode.model_validate(mode))) is None
+    assert shared.shared_machine(Mode.model_validate(mode)) is None
 
 
 def test_a_launch_on_several_gpus_looks_its_machine_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offbench import rank_report
-
     of = machine(PAIRS)
     shown(TopoOptions(measure=True), of, measure=fabric(SEED))
-    monkeypatch.setattr(rank_report, "detect", lambda: of)
-    found = rank_report.shared_machine(RunSpec())
+    monkeypatch.setattr(shared, "detect", lambda: of)
+    found = shared.shared_machine(Mode())
     assert found is not None
     assert topo_cache.identity(found) == topo_cache.identity(of), "what was measured does not change who it is"
     tree = topo_cache.launch_tree(found, 8)

@@ -16,6 +16,7 @@ from torch import nn
 
 from offbench.errors import OffbenchError
 from offbench.offload import fsdp, updates
+from offbench.offload.backends import missing_backend
 from offbench.offload.chunks import Chunk, plan_chunks
 from offbench.offload.copies import Copier, Ledger
 from offbench.offload.deferral import deferrable, in_gather_order
@@ -27,6 +28,7 @@ from offbench.offload.layout import Member, alias, apart, local_of, placed_like
 from offbench.offload.ring import RingEngine
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
+from offbench.offload.stale import hidden
 from offbench.offload.state import check_saved, load_groups, load_moments
 from offbench.offload.streams import DeviceStreams, Streams
 from offbench.offload.updates import Implementation
@@ -40,11 +42,12 @@ class OffloadedAdamW(torch.optim.AdamW):
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW. model: the FSDP2 model whose gathers wait for deferred
     updates; needed by deferred schedules. schedule: what moves when (`offbench.arms`). implementation: torch's `fused`
     or `foreach` kernel; bits are equal only within one of them. debug: staged state becomes NaN once it is written
-    back. streams, copy_repeat: for tests and emulated links.
+    back, and parameters are NaN until their deferred update. streams, copy_repeat: for tests and emulated links.
 
     Under a deferred schedule step() takes the gradients (`p.grad` is None afterwards), and parameters are up to date
     only for the model's own forward and backward; call `drain()` before reading them anywhere else.
-    Raises OffbenchError for options that would not be exact (amsgrad, maximize, capturable, differentiable, closures).
+    Raises OffbenchError for options that would not be exact (amsgrad, maximize, capturable, differentiable, closures),
+    and for shards whose process group has no backend for their device.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         trained = self._without_state(lambda p: p.requires_grad)
         if not trained:
             raise OffbenchError("no parameter requires a gradient: there is no optimizer state to keep")
+        if why := missing_backend(p for p, _ in trained):
+            raise OffbenchError(why)
         self.device = local_of(trained[0][0]).device
         self.implementation: Implementation = implementation
         self.schedule = schedule
@@ -204,6 +209,8 @@ class OffloadedAdamW(torch.optim.AdamW):
             if self.schedule.deferred:
                 for member in members:
                     member.parameter.grad = None
+        if self._debug and self.schedule.deferred:
+            works = [hidden(work, self._streams) for work in works]
         if self._engine is not None:
             self._engine.step(works)
         else:

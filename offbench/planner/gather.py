@@ -132,7 +132,7 @@ def gather(options: PlanOptions, look: Callable[[], Machine]) -> Inputs:
     if not options.target >= 1:
         raise UsageError(f"--target {options.target:g}: a step cannot be planned below that of none; give 1 or more")
     rows = recorded(options.record) if options.record else []
-    job = plan_job(options, rows[0].spec.workload if rows else None, rows[0].spec.mode.world if rows else None)
+    job = plan_job(options, rows[0] if rows else None)
     if options.fsdp_copies not in {"stock", "kernel"}:
         raise UsageError(f"--fsdp-copies {options.fsdp_copies}: stock or kernel")
     if options.readbacks not in {"copy", "kernel"}:
@@ -156,11 +156,12 @@ def recorded(path: Path) -> list[RunRecord]:
     return rows
 
 
-def plan_job(options: PlanOptions, workload: Workload | None, recorded_world: int | None) -> Job:
+def plan_job(options: PlanOptions, row: RunRecord | None) -> Job:
     """The job's layout: from a record, the preset, --params or --bytes.
 
-    Raises UsageError when more than one of them is given.
+    Raises UsageError when more than one of them is given, or a record does not say how much state a rank has.
     """
+    workload = row.spec.workload if row else None
     ways = [name for name, value in (("--model", options.model), ("--params", options.params)) if value is not None]
     ways += ["--bytes"] if options.size else []
     ways += ["--record"] if workload else []
@@ -169,7 +170,9 @@ def plan_job(options: PlanOptions, workload: Workload | None, recorded_world: in
     changed = {"--layers": options.layers, "--world": options.world, "--ep": options.ep, "--seq-len": options.seq_len}
     if workload and (given := [name for name, value in changed.items() if value is not None]):
         raise UsageError(f"{given[0]}: the times of --record are of its own job; leave it out, or give times yourself")
-    world = options.world or recorded_world or BIG_WORLD
+    if row is not None and row.job is not None:
+        return _own_job(row)
+    world = options.world or (row.spec.mode.world if row else BIG_WORLD)
     if options.params is not None or options.size is not None:
         return _uniform_job(options, world)
     shape = presets.find(options.model or (workload.model if workload else BIG_MODEL))
@@ -196,6 +199,19 @@ def _uniform_job(options: PlanOptions, world: int) -> Job:
         said = f"{options.params:,} parameters x {STATE_BYTES} bytes of state / {count(world, 'rank')} (--params)"
     said += f", assumed in {layers} equal layers"
     return Job(None, layers, world, 1, options.seq_len, 1, GIB, said, state=nbytes)
+
+
+def _own_job(row: RunRecord) -> Job:
+    """What a trainer that offbench did not launch has said of itself (`offbench.measure`)."""
+    if not row.local_params:
+        raise UsageError("--record: no parameters are known of that job; give StepRecorder the optimizer")
+    world, layers = row.spec.mode.world, sources.told(row, "layers", UNIFORM_LAYERS)
+    accum = sources.told(row, "grad_accum", 1)
+    tokens = None if row.tokens_per_step is None else row.tokens_per_step // (world * accum)
+    said = f"{row.local_params:,} parameters a rank x {STATE_BYTES} bytes of state, {count(world, 'rank')}"
+    said += f", assumed in {layers} equal layers"
+    nbytes = STATE_BYTES * row.local_params
+    return Job(None, layers, world, 1, tokens, 1, GIB, said, accum, state=nbytes)
 
 
 def plan_compute(options: PlanOptions, job: Job, rows: list[RunRecord]) -> tuple[Compute, str]:

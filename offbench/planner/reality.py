@@ -107,7 +107,8 @@ def _basis(record: RunRecord, records: Iterable[RunRecord]) -> tuple[Compute, Li
             compute = with_activations(compute, links, saved_bytes(record.spec))
         return compute, links
     w, mode = record.spec.workload, record.spec.mode
-    alike = [r for r in records if r.status == "ok" and (r.spec.workload, r.spec.mode) == (w, mode)]
+    ran = [r for r in records if r.status == "ok" and r.job is None]
+    alike = [r for r in ran if (r.spec.workload, r.spec.mode) == (w, mode)]
     none, probed = sources.baseline(alike, like=record), sources.links_of_records(alike)
     return (sources.compute_of_records(none), probed) if none and probed else None
 

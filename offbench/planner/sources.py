@@ -75,9 +75,20 @@ def _shared(share: float, link: str, ranks: int, rate: Rate) -> str:
 def baseline(records: Sequence[RunRecord], like: RunRecord | None = None) -> list[RunRecord]:
     """The `none` rows whose times the other rows of a file, or those like `like`, are simulated from."""
     rows = [r for r in records if r.status == "ok" and r.source == "measured" and r.spec.arm.name == "none"]
-    rows = [r for r in rows if r.job is None and r.phases_s.forward and r.phases_s.backward]
+    rows = [r for r in rows if r.phases_s.forward and r.phases_s.backward]
     same = like or (rows[0] if rows else None)
-    return [r for r in rows if same and (r.spec.workload, r.spec.mode) == (same.spec.workload, same.spec.mode)]
+    return [r for r in rows if same and _what_ran(r) == _what_ran(same)]
+
+
+def _what_ran(record: RunRecord) -> tuple[object, ...]:
+    """The job and what it ran on; a trainer that offbench did not launch names its own job."""
+    return record.job, record.spec.workload, record.spec.mode
+
+
+def told(record: RunRecord, name: str, default: int) -> int:
+    """A count that a trainer of its own gave under this name in its `job`."""
+    value = (record.job or {}).get(name)
+    return value if isinstance(value, int) and value > 0 else default
 
 
 def compute_of_records(rows: Sequence[RunRecord]) -> Compute:
@@ -87,7 +98,7 @@ def compute_of_records(rows: Sequence[RunRecord]) -> Compute:
     def median(phase: str) -> float:
         return statistics.median(getattr(row.phases_s, phase) or 0.0 for row in rows)
 
-    forward = median("forward") / rows[0].spec.workload.grad_accum
+    forward = median("forward") / told(rows[0], "grad_accum", rows[0].spec.workload.grad_accum)
     backward = median("backward") + median("forward") - forward
     return Compute(forward, backward, median("step"), median("clip"))
 

@@ -1,15 +1,22 @@
-"""Debug mode: whoever reads a slot that was written back, and not filled again, finds NaN instead of old moments."""
+"""Debug mode: whoever reads a slot that was written back, and not filled again, finds NaN instead of old moments, and
+whoever reads parameters before their update finds NaN instead of old weights."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 
+from offbench.offload import OffloadedAdamW
+from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.copies import Copier
 from offbench.offload.engine import Engine
+from offbench.offload.layout import local_of
 from offbench.offload.streams import DeviceStreams
-from tests.offload import trainer
+from tests.offload import sharded, trainer
 from tests.offload.test_engine import SCHEDULES
+from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
 LOST = {"chunked": 5, "overlap": 5, "stream": 9}
@@ -63,3 +70,36 @@ def test_after_a_step_no_slot_holds_moments() -> None:
     trainer.run(SCHEDULES["chunked"], streams, debugging)
     for arena in streams.handed_out:
         assert bool(((arena == 0) | (arena == 255)).all())  # never used, or part of a NaN
+
+
+def read_early(rank: int) -> dict[tuple[str, bool], tuple[bool, list[str]]]:
+    """By arm and debug: whether weights read right after step(), without settled(), are finite, and what differs from
+    plain AdamW at the end."""
+    model = sharded.build(CPU)
+    plain = torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
+    sharded.train(model, plain, rank, CPU, steps=range(3))
+    expected, found = sharded.snapshot(model, plain), {}
+    for arm, debug in itertools.product(("overlap", "stream"), (False, True)):
+        model = sharded.build(CPU)
+        schedule, streams = sharded.schedule_of(arm, lead=1, ahead=1), AdversarialStreams({})
+        optimizer = OffloadedAdamW(
+            model.parameters(), **sharded.OPTIONS, model=model, schedule=schedule, streams=streams, debug=debug
+        )
+        seen: list[bool] = []
+
+        def look(step: int, seen: list[bool] = seen, model: torch.nn.Module = model) -> None:
+            seen.append(all(bool(local_of(parameter).isfinite().all()) for parameter in model.parameters()))
+
+        sharded.train(model, optimizer, rank, CPU, look, steps=range(3))
+        with optimizer.settled():
+            look(3)
+        assert seen.pop()
+        assert streams.order.violations == []
+        found[arm, debug] = any(seen), sharded.differences(expected, sharded.snapshot(model, optimizer))
+    return found
+
+
+def test_weights_read_without_a_drain_are_nan() -> None:
+    """prime-rl#4427, #4085: stale weights went to the inference workers, and nothing said so."""
+    (found,) = on_ranks(1, read_early)
+    assert found == {(arm, debug): (not debug, []) for arm in ("overlap", "stream") for debug in (False, True)}

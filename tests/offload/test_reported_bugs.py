@@ -1,7 +1,11 @@
-"""What other offloading optimizers were publicly reported to do wrong, each a short test that it does not happen."""
+"""What other offloading optimizers were publicly reported to do wrong, each a short test that it does not happen.
+
+tests/test_reported_elsewhere.py names the tests of those whose place is beside what they are about.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from offbench.errors import OffbenchError
 from offbench.offload import OffloadedAdamW, Schedule, updates
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.copies import Copier
+from offbench.offload.hoststore import HostStore
 from offbench.offload.streams import DeviceStreams
 from tests.offload import sharded
 from tests.ranks import on_ranks
@@ -81,6 +89,44 @@ def test_clipping_is_not_bypassed() -> None:  # pytorch/ao#1209, #959
     assert same(seen, norms)
     assert same(found, expected)
     assert not same(found, trained(offloaded)[0])
+
+
+def unreachable(rank: int) -> tuple[str, bool]:
+    """What the optimizer says of shards whose group has no backend for them, and whether they could be clipped."""
+    mesh = DeviceMesh.from_group(dist.new_group(backend="cuda:gloo"), "cpu")
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False))
+    parameter.grad = torch.ones_like(parameter)
+    text, clips = "", True
+    try:
+        OffloadedAdamW([parameter], schedule=CHUNKED)
+    except OffbenchError as error:
+        text = str(error)
+    try:
+        nn.utils.clip_grad_norm_([parameter], 1.0).full_tensor()
+    except RuntimeError:
+        clips = False
+    OffloadedAdamW([nn.Parameter(torch.ones(4))], schedule=CHUNKED)
+    return text, clips
+
+
+def test_a_missing_backend_is_named_at_construction() -> None:  # pytorch#148532
+    for text, clips in on_ranks(2, unreachable):
+        assert "sharded on the cpu, for which its process group has no backend (cuda:gloo)" in text
+        assert not clips
+
+
+def test_each_parameter_is_updated_once_a_step_and_never_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update ahead of the norm, undone by inverting AdamW, does not give the bits back: DeepSpeed#7906"""
+    updated: list[int] = []
+    kernel = updates.adamw
+
+    def spy(parameters: list[torch.Tensor], *others: Any, **options: Any) -> None:
+        updated.extend(parameter.data_ptr() for parameter in parameters)
+        kernel(parameters, *others, **options)
+
+    monkeypatch.setattr(updates, "adamw", spy)
+    found, _, _ = trained(offloaded, steps=3, backwards=2, max_norm=1e-3)
+    assert sorted(updated) == sorted(3 * [parameter.data_ptr() for parameter in found])
 
 
 def differing(found: list[dict[str, torch.Tensor]]) -> list[str]:
@@ -161,6 +207,42 @@ def test_an_offload_that_moves_nothing_is_noticed() -> None:  # Megatron-LM#6544
     assert optimizer.bytes_per_step >= state
     assert optimizer.ledger.in_bytes == optimizer.ledger.out_bytes == 4 * optimizer.bytes_per_step
     assert optimizer.where() == {"host": state}
+
+
+def above_the_cap(rank: int) -> dict[str, list[str]]:
+    """Every matrix is 16 caps large: differences to plain AdamW by arm, and chunks that are not one of them."""
+    model = sharded.build(CPU)
+    plain = torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
+    sharded.train(model, plain, rank, CPU, steps=range(3))
+    expected, found = sharded.snapshot(model, plain), {}
+    for arm, options in (("chunked", {}), ("overlap", {}), ("stream", {"staging_bytes": 0})):
+        model = sharded.build(CPU)
+        schedule = dataclasses.replace(sharded.schedule_of(arm, **options), chunk_bytes=1 << 16)
+        optimizer = OffloadedAdamW(
+            model.parameters(), **sharded.OPTIONS, model=model, schedule=schedule, streams=AdversarialStreams({})
+        )
+        sharded.train(model, optimizer, rank, CPU, steps=range(3))
+        found[arm] = sharded.differences(expected, sharded.snapshot(model, optimizer))
+        large = [chunk for chunk in optimizer.chunks if chunk.nbytes > 1 << 16]
+        found[arm] += [str(chunk) for chunk in large if len(chunk.members) > 1 or len(large) != 13]
+    return found
+
+
+def test_parameters_above_the_cap_move_whole_and_change_no_bit() -> None:  # IST-DASLab/llmq#19
+    assert on_ranks(1, above_the_cap) == [{"chunked": [], "overlap": [], "stream": []}]
+
+
+@pytest.mark.parametrize("where", [0, 5, 10])
+def test_a_huge_parameter_costs_staging_its_own_size_once(where: int) -> None:  # IST-DASLab/llmq#19
+    sizes = [WIDTH * WIDTH] * 10
+    sizes.insert(where, 1 << 18)
+    parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
+    optimizer = OffloadedAdamW(parameters, schedule=CHUNKED)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    huge = 8 << 18
+    assert huge < optimizer.staging_peak <= huge + CHUNKED.slots * CHUNKED.chunk_bytes
 
 
 def streams_made(rank: int, arm: str) -> list[int]:
@@ -265,6 +347,13 @@ def test_loaded_weights_are_not_undone_by_a_late_update() -> None:
     assert on_ranks(2, weights_loaded) == [[], []]
 
 
+def train_one(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    torch.manual_seed(step)
+    model(torch.randn(8, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def continued(make: Callable[[nn.Module], torch.optim.Optimizer], saved: Any) -> list[torch.Tensor]:
     """Two more steps from saved weights, with the saved optimizer state unless it is None."""
     model = net()
@@ -272,20 +361,68 @@ def continued(make: Callable[[nn.Module], torch.optim.Optimizer], saved: Any) ->
     model.load_state_dict(saved[0])
     if saved[1] is not None:
         optimizer.load_state_dict(saved[1])
-    for step in range(2):
-        torch.manual_seed(100 + step)
-        model(torch.randn(8, WIDTH)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for step in range(100, 102):
+        train_one(model, optimizer, step)
     return [p.detach() for p in model.parameters()]
 
 
-def test_resumed_is_not_a_cold_start() -> None:  # tinker-feedback#127
-    parameters, _, optimizer = trained(offloaded)
-    weights = dict(zip(net().state_dict(), (p.clone() for p in parameters), strict=True))
-    resumed = continued(offloaded, (weights, optimizer.state_dict()))
-    assert same(resumed, continued(plain, (weights, optimizer.state_dict())))
-    assert not same(resumed, continued(offloaded, (weights, None)))
+def test_resumed_equals_uninterrupted_and_is_no_cold_start() -> None:
+    """tinker-feedback#127; with other values at construction: SkyRL#1403, tt-metal#53212; into buffers pinned anew:
+    verl#6690, verl#4870"""
+    made = []
+
+    def otherwise(model: nn.Module) -> OffloadedAdamW:
+        options: dict[str, Any] = {"lr": 0.7, "betas": (0.5, 0.6), "eps": 1e-2, "weight_decay": 0.9}
+        made.append(OffloadedAdamW(model.parameters(), **options, schedule=CHUNKED))
+        made.append([state["exp_avg"].data_ptr() for state in made[0].state.values()])
+        return made[0]
+
+    model, saved = net(), []
+    optimizer = offloaded(model)
+    for step in range(4):
+        train_one(model, optimizer, step)
+    saved = [{name: p.clone() for name, p in model.state_dict().items()}, copy.deepcopy(optimizer.state_dict())]
+    for step in range(100, 102):
+        train_one(model, optimizer, step)
+    uninterrupted = [p.detach() for p in model.parameters()]
+    assert same(uninterrupted, continued(otherwise, saved))
+    assert same(uninterrupted, continued(plain, saved))
+    assert not same(uninterrupted, continued(offloaded, (saved[0], None)))
+    assert [state["exp_avg"].data_ptr() for state in made[0].state.values()] == made[1]
+
+
+def test_an_export_reads_the_host_memory_itself() -> None:
+    """No kernel on memory that was given back, nothing lifted to the device: Megatron-LM#6544"""
+    _, _, optimizer = trained(offloaded)
+    slabs = optimizer.store.addresses
+    for saved in optimizer.state_dict()["state"].values():
+        for moment in (saved["exp_avg"], saved["exp_avg_sq"]):
+            first, last = moment.data_ptr(), moment.data_ptr() + moment.nbytes
+            assert any(start <= first and last <= start + nbytes for start, nbytes in slabs)
+
+
+def slabs_made(rank: int, arm: str) -> list[int]:
+    """Host slabs that exist after construction and after each step."""
+    made = []
+    make = HostStore._slab
+
+    def counted(self: HostStore, nbytes: int) -> torch.Tensor:
+        made.append(nbytes)
+        return make(self, nbytes)
+
+    HostStore._slab = counted  # type: ignore[method-assign]
+    model = sharded.build(CPU)
+    optimizer = sharded.optimizer_of(arm, model, AdversarialStreams({}))
+    seen = [len(made)]
+    sharded.train(model, optimizer, rank, CPU, lambda step: seen.append(len(made)))
+    return seen
+
+
+@pytest.mark.parametrize("arm", ["chunked", "overlap", "stream"])
+def test_all_host_memory_is_taken_at_construction(arm: str) -> None:
+    """Not in a backward, where it blocks beside collectives: prime-rl#3212; a few slabs, not hundreds of calls:
+    prime-rl#3234; not anew each step: prime-rl#3552, RLinf#328, NVIDIA-NeMo/RL#2248, DeepSpeed#6011"""
+    assert on_ranks(1, slabs_made, arm) == [[1] * (1 + sharded.STEPS)]
 
 
 def test_one_step_tensor_shared_by_a_checkpoint_counts_once_per_step() -> None:  # vllm-project/vime#427
