@@ -119,11 +119,12 @@ def _activations(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
 
 
 def _window(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
-    """All copies of the window's steps completed inside it, in both directions."""
+    """All copies of the window's steps completed inside it, in both directions, within one chunk: a whole one, not one
+    of its pieces, for a step's end comes earlier or later than its copies by what the host's own time happens to be."""
     for report in reports:
-        found = window_valid(
-            report.traffic, spec.window.steps, report.largest_chunk, in_flight_slack=report.largest_chunk
-        )
+        whole = min(report.largest_chunk * (spec.arm.pieces or 1), spec.arm.chunk_bytes or 0)
+        chunk = max(report.largest_chunk, whole)
+        found = window_valid(report.traffic, spec.window.steps, chunk, in_flight_slack=chunk)
         if found:
             return f"rank {report.rank}: {found}"
     return None

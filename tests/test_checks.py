@@ -26,7 +26,7 @@ NAMES = [
 def spec(arm: str = "chunked", mode: str = "real", device: str = "cuda", **options: Any) -> RunSpec:
     """Two ranks of two layers, one step of warm-up and three measured."""
     ways = {key: options.pop(key) for key in ("fsdp_copies", "readbacks") if key in options}
-    knobs = {key: options.pop(key) for key in ("state_budget",) if key in options}
+    knobs = {key: options.pop(key) for key in ("state_budget", "pieces") if key in options}
     nproc = 1 if mode == "rehearsal" else 2
     return RunSpec(
         workload=Workload.model_validate({"model": "tiny", "layers": LAYERS, "seq_len": 32, "ep": 2, **options}),
@@ -169,11 +169,14 @@ def test_activations_go_out_and_come_back() -> None:
 
 
 def test_the_window_has_all_copies_of_its_steps() -> None:
-    less = 3 * STATE - CHUNK - 1
-    found = f"{less} bytes completed in the window, planned 24000 (3 steps x 8000), off by more than a chunk of 4000"
-    assert bad(spec(), "window", traffic=[way("in"), way("out", moved=less)]) == f"rank 1: out: {found}"
-    line = "rank 1: in: 4001 bytes in flight at the end of the window, 0 at its start"
-    assert bad(spec(), "window", traffic=[way("in", in_flight=CHUNK + 1), way("out")]) == line
+    for pieces in (1, 4):
+        whole, job = pieces * CHUNK, spec(pieces=pieces)
+        less = 3 * STATE - whole - 1
+        found = f"{less} bytes completed in the window, planned 24000 (3 steps x 8000), off by more than a chunk of "
+        assert bad(job, "window", traffic=[way("in"), way("out", moved=less)]) == f"rank 1: out: {found}{whole}"
+        assert check_launch(job, [report(traffic=[way("in"), way("out", moved=less + 1)])])["window"] == "ok"
+        line = f"rank 1: in: {whole + 1} bytes in flight at the end of the window, 0 at its start"
+        assert bad(job, "window", traffic=[way("in", in_flight=whole + 1), way("out")]) == line
 
 
 def test_losses_and_norms_are_finite() -> None:
