@@ -120,7 +120,7 @@ def _activations(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
 
 def _window(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
     """All copies of the window's steps completed inside it, in both directions, within one chunk: a whole one, not one
-    of its pieces, for a step's end comes earlier or later than its copies by what the host's own time happens to be."""
+    of its pieces, for by the host's own time a step's end comes earlier or later than its copies."""
     for report in reports:
         whole = min(report.largest_chunk * (spec.arm.pieces or 1), spec.arm.chunk_bytes or 0)
         chunk = max(report.largest_chunk, whole)

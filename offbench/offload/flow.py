@@ -68,10 +68,14 @@ class _Step:
     """Passed when compute has clipped the gradients."""
     gradients: dict[int, GradientMemory]
     """By address of their memory."""
+    gradient_bytes: int
+    """Of all their memory."""
     moved: dict[int, tuple[_Place, Event]] = field(default_factory=dict)
     """Chunks moving in ahead of their update: where, and the event behind it."""
     staged: deque[tuple[Chunk, _Place]] = field(default_factory=deque)
     """Updated chunks that are not written back yet, oldest first."""
+    freed_bytes: int = 0
+    """Gradient memory that no update needs any more."""
     grown_bytes: int = 0
     """Gradient memory taken over."""
     last_in: Event | None = None
@@ -120,7 +124,9 @@ class FlowEngine(Engine):
         self._add_arena()
         ready = self._streams.compute().record()
         moving = [work.chunk for work in works if work.chunk.index not in self._resident]
-        self._step = _Step(deque(works), deque(moving), ready, by_memory(works))
+        gradients = by_memory(works)
+        total = sum(shared.nbytes for shared in gradients.values())
+        self._step = _Step(deque(works), deque(moving), ready, gradients, total)
         self._streams.side("update").wait(ready, Why.GRADIENTS_READY)
         self._move_ahead(self._step)
         self._queue(self.schedule.lead)
@@ -231,6 +237,7 @@ class FlowEngine(Engine):
             if shared.pending:
                 continue
             del step.gradients[address]
+            step.freed_bytes += shared.nbytes
             memory = sole_memory(shared.tensors)
             if memory is None or not self._wanted(step, memory.numel()):
                 self._streams.release(shared.tensors, used_by=[self._streams.side("update")])
@@ -240,9 +247,16 @@ class FlowEngine(Engine):
         work.gradients = []
 
     def _wanted(self, step: _Step, nbytes: int) -> bool:
-        """Whether so much more memory may hold state when the forward ends, and some chunk still needs any."""
-        within = self._at_loss is None or self._arena_bytes + step.grown_bytes + nbytes <= self._at_loss
-        return bool(step.to_move) and within and nbytes >= self.schedule.chunk_bytes // 8
+        """Whether so much more memory may hold state now, and some chunk still needs any.
+
+        Activations grow with the forward, as what gradients leave behind does: of that, staging may have the share
+        that takes it from the arena to the most it may hold at the loss. Taking all there is until then would raise a
+        peak in the middle of the forward.
+        """
+        if not step.to_move or nbytes < self.schedule.chunk_bytes // 8:
+            return False
+        most = None if self._at_loss is None else max(0, self._at_loss - self._arena_bytes)
+        return most is None or (step.grown_bytes + nbytes) * step.gradient_bytes <= most * step.freed_bytes
 
     def _make_room(self, step: _Step) -> None:
         """Give back as much memory as the gradients that come next need, and whatever is written back already."""

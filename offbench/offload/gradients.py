@@ -18,6 +18,11 @@ class GradientMemory:
     pending: set[int]
     """Chunks whose update still reads it."""
 
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return int(self.tensors[0].untyped_storage().nbytes())
+
 
 def by_memory(works: Sequence[Work]) -> dict[int, GradientMemory]:
     """The gradients of these works by the address of the memory they are views of."""

@@ -194,6 +194,37 @@ def test_staging_at_the_loss_is_what_gradients_take_beyond_activations(at_step: 
         assert peak <= max(arena, allowed)
 
 
+def growth(rank: int, most: int) -> list[tuple[int, float, int]]:
+    """Gradient memory taken over after each update of the second step, what was allowed then, and what was free."""
+    model = sharded.build(CPU)
+    optimizer = sharded.optimizer_of("stream", model, DeviceStreams(CPU), staging_bytes=2 << 20)
+    sharded.train(model, optimizer, rank, CPU, steps=range(1))
+    engine, seen = optimizer._engine, []
+    engine._at_loss = engine._arena_bytes + most
+    recycle = engine._recycle
+
+    def spy(step, work, updated):
+        recycle(step, work, updated)
+        seen.append((step.grown_bytes, most * step.freed_bytes / step.gradient_bytes, step.freed_bytes))
+
+    optimizer.drain()
+    engine._recycle = spy
+    sharded.train(model, optimizer, rank, CPU, steps=range(1, 2))
+    optimizer.drain()
+    assert seen[-1][1] == most, "in the end all gradient memory is free"
+    return seen
+
+
+def test_staging_grows_no_faster_than_gradients_leave_room_for_activations() -> None:
+    most = 3 << 20
+    for seen in on_ranks(2, growth, most):
+        assert all(grown <= allowed for grown, allowed, _ in seen)
+        assert seen[-1][0] > most / 2
+        assert any(0 < grown < freed for grown, _, freed in seen[: len(seen) // 2]), (
+            "from the start, and not all of it"
+        )
+
+
 class Ungathered(nn.Module):
     """Blocks that stay gathered after the forward."""
 
