@@ -12,10 +12,10 @@ Note [Readers of a sharded parameter]
 Note [When the host has time]
     What a gather needs is queued at the gather. What comes after it can be queued later, and the moment matters where
     the host cannot run far ahead of the device: a trainer with expert parallelism reads the experts' counts back once
-    a layer, and between that and the next layer's first kernel the device idles for as long as the host takes. A group
-    nested in a block (the experts, a router) starts its forward while the device still computes the block's attention,
-    and mostly just before the host waits for the counts: its `wait_for_unshard` looks ahead at leisure. In a model
-    without nested groups every gather looks ahead.
+    a layer, and between that and the next layer's first kernel the device idles for as long as the host takes. The
+    first group nested in a block (a router, the experts) starts its forward while the device still computes the
+    attention, and before the host waits for the counts: its `wait_for_unshard` looks ahead at leisure; at a second one
+    the device may have caught up. In a model without nested groups every gather looks ahead.
 
 Checked on torch 2.11 and 2.15, where `_fsdp_param_group` became the list `_fsdp_param_groups`.
 """
@@ -92,19 +92,20 @@ def gather_order(model: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def nested_groups(model: nn.Module) -> set[Any]:
-    """The parameter groups of FSDP2 modules inside a block: inside another FSDP2 module that is not the root of all.
-
-    Raises UnknownFSDP.
+    """Of each block, the parameter groups of the first FSDP2 module inside it. A block is the outermost FSDP2 module
+    below the root of all, if there is one. Raises UnknownFSDP.
     """
     wrapped = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     outside = {name: [other for other in wrapped if other != name and _lies_in(name, other)] for name in wrapped}
     tops = [name for name in wrapped if not outside[name]]
     root = tops[0] if len(tops) == 1 else None
-    found: set[Any] = set()
+    first: dict[str, set[Any]] = {}
     for name, module in wrapped.items():
-        if any(other != root for other in outside[name]):
-            found.update(_groups_of(module))
-    return found
+        block = next((other for other in outside[name] if other != root), None)
+        groups = set(_groups_of(module))
+        if block is not None and groups:
+            first.setdefault(block, groups)
+    return set().union(*first.values())
 
 
 def _lies_in(name: str, other: str) -> bool:

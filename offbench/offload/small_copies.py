@@ -4,6 +4,8 @@ FSDP2's all-gather copy-out and reduce-scatter copy-in hand their kernels a tabl
 host memory, about four uploads a layer and step. Such an upload of 10 KB waits behind whatever bulk copy the
 host-to-device engine is serving, and compute waits with it: bulk prefetch and FSDP exclude each other. Here the same
 copies go through `torch._foreach_copy_`, whose pointers travel as kernel arguments. Values are bit for bit the same.
+Every view made here costs the host about a microsecond just before a layer's first kernel, so there are few: a tensor
+is cut for all ranks at once.
 
 The operators are FSDP2's own (`torch.ops.fsdp`): torch 2.11 copies in with `chunk_cat`, 2.15 with
 `chunk_cat_mixed_dtype`, which may mix dtypes in one call.
@@ -50,11 +52,12 @@ class KernelCopies:
         self.copies_out += 1
         if dim != 1 or gathered.dim() != 2:
             raise ValueError(f"FSDP2 splits rows of a matrix, not dim {dim} of {tuple(gathered.shape)}")
-        targets, sources = [], []
-        for rank, row in enumerate(gathered.unbind(0)):
-            for target, source in zip(out, row.split_with_sizes(list(sizes)), strict=True):
-                targets.append(target.view(gathered.shape[0], -1)[rank])
-                sources.append(source)
+        world = gathered.shape[0]
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for target, columns in zip(out, gathered.split_with_sizes(list(sizes), 1), strict=True):
+            targets += (target if target.dim() == 2 else target.view(world, -1)).unbind(0)
+            sources += columns.unbind(0)
         _copy(targets, sources)
 
     def _copy_in(self, tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
@@ -63,21 +66,25 @@ class KernelCopies:
         self.copies_in += 1
         if dim != 0:
             raise ValueError(f"FSDP2 concatenates chunks of dim 0, not of dim {dim}")
-        columns = out.view(num_chunks, -1)
-        targets, sources, padding = [], [], []
-        start = 0
-        for tensor in tensors:
-            rows = -(-tensor.shape[0] // num_chunks)
-            width = rows * (tensor.numel() // max(tensor.shape[0], 1))
-            for chunk in range(num_chunks):
-                piece = tensor[chunk * rows : (chunk + 1) * rows]
-                slot = columns[chunk, start : start + width]
+        rows = [-(-tensor.shape[0] // num_chunks) for tensor in tensors]
+        widths = [r * (tensor.numel() // max(tensor.shape[0], 1)) for r, tensor in zip(rows, tensors, strict=True)]
+        whole = out.view(num_chunks, -1)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        padding: list[Tensor] = []
+        columns = whole[:, : sum(widths)].split_with_sizes(widths, 1)
+        for tensor, slots, width, each in zip(tensors, columns, widths, rows, strict=True):
+            if tensor.is_contiguous() and tensor.numel() == num_chunks * width:
+                targets += slots.unbind(0)
+                sources += tensor.view(num_chunks, width).unbind(0)
+                continue
+            for chunk, slot in enumerate(slots.unbind(0)):
+                piece = tensor[chunk * each : (chunk + 1) * each]
                 if piece.numel():
                     targets.append(slot[: piece.numel()].view(piece.shape))
                     sources.append(piece)
                 if piece.numel() < width:
                     padding.append(slot[piece.numel() :])
-            start += width
         if padding:
             torch._foreach_zero_(padding)
         _copy(targets, sources)
@@ -85,7 +92,11 @@ class KernelCopies:
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """One call per source dtype: a list of mixed dtypes would fall back to a copy a tensor."""
-    for dtype in dict.fromkeys(source.dtype for source in sources):
+    dtypes = dict.fromkeys(source.dtype for source in sources)
+    if len(dtypes) == 1:
+        torch._foreach_copy_(targets, sources)
+        return
+    for dtype in dtypes:
         chosen = [i for i, source in enumerate(sources) if source.dtype == dtype]
         torch._foreach_copy_([targets[i] for i in chosen], [sources[i] for i in chosen])
 

@@ -45,7 +45,7 @@ class Net(nn.Module):
         return self.head(x).square().mean()
 
 
-def net(nest: bool, root: bool = True) -> Net:
+def net(nest: bool, root: bool = True, second: bool = False) -> Net:
     torch.manual_seed(0)
     model = Net()
     world = torch.distributed.get_world_size()
@@ -53,6 +53,8 @@ def net(nest: bool, root: bool = True) -> Net:
     for layer in model.layers:
         if nest:
             fully_shard(layer.experts, mesh=mesh)
+        if second:
+            fully_shard(layer.attention, mesh=mesh)
         fully_shard(layer, mesh=mesh)
     if root:
         fully_shard(model, mesh=mesh)
@@ -60,11 +62,15 @@ def net(nest: bool, root: bool = True) -> Net:
 
 
 def groups(rank: int) -> list[int]:
-    return [len(nested_groups(net(nest, root))) for nest in (True, False) for root in (True, False)]
+    models = [net(nest, root, second) for second in (False, True) for nest in (True, False) for root in (True, False)]
+    found = [nested_groups(model) for model in models]
+    attention = {layer.attention.weight for layer in models[4].layers}
+    assert {p.sharded_param for group in found[4] for p in group.fsdp_params} == attention, "of two the first"
+    return [len(nested) for nested in found]
 
 
-def test_groups_inside_blocks_are_nested_with_and_without_a_root() -> None:
-    assert on_ranks(1, groups) == [[BLOCKS, BLOCKS, 0, 0]]
+def test_the_first_group_inside_each_block_is_nested_with_and_without_a_root() -> None:
+    assert on_ranks(1, groups) == [[BLOCKS, BLOCKS, 0, 0] + [BLOCKS] * 4]
 
 
 def train(model: Net, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, torch.Tensor]:
