@@ -184,6 +184,8 @@ def test_sizes() -> None:
     assert show_size(GIB) == "1GiB"
     assert show_size(3 << 17) == "384KiB"
     assert show_size(1001) == "1001B"
+    assert show_size(15247133900) == "14.2GiB"
+    assert show_size(15247133901) == "15247133901B"
     assert (gib(GIB), gib(0), gib(MIB)) == ("1.0", "0.0", "0.001")
     for bad in ("", "1", "GiB", "-1GiB", "1 parsec", "0B"):
         with pytest.raises(UsageError, match="not a size"):
