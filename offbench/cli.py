@@ -130,6 +130,9 @@ def run(
     emulate_link: Annotated[
         str | None, typer.Option(help="Slow the GPU's link to this rate, both ways summed, as in 38.8GiB/s.")
     ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Most GPU memory PyTorch may take, as in 37GiB; beyond it a launch fails.")
+    ] = None,
     chunk: Annotated[str | None, typer.Option(help="Largest chunk of state moved at once, as in 1GiB.")] = None,
     state_budget: Annotated[
         str | None, typer.Option(help="Optimizer state that stays on the GPU, as in 4GiB: the first layers'.")
@@ -198,6 +201,7 @@ def run(
         mode=mode,
         device=device,
         emulate_link=emulate_link,
+        memory_limit=memory_limit,
         chunk=chunk,
         state_budget=state_budget,
         pieces=pieces,

@@ -24,6 +24,7 @@ _LATER = (
     ("arm", "staging_bytes", None),
     ("arm", "loss_bytes", None),
     ("arm", "readbacks", "copy"),
+    ("arm", "memory_limit", None),
 )
 """Fields newer than the first records, with the values that leave a spec what it was."""
 
@@ -81,6 +82,8 @@ class ArmSpec(Frozen):
     """kernel: FSDP2's copy-in and copy-out without uploads of pointer tables (`offbench.offload.small_copies`)."""
     readbacks: Literal["copy", "kernel"] = "copy"
     """kernel: expert counts, loss and norm reach the host without the copy engine (`offbench.offload.readback`)."""
+    memory_limit: int | None = Field(default=None, ge=1)
+    """Most bytes that PyTorch's allocator may take on the GPU; null: all there are."""
     chunk_bytes: int | None = Field(default=None, ge=4096)
     """Largest chunk of state moved at once; a larger parameter is a chunk alone. This and every field below
     is null in arms that do not use it (`Arm.resolve` in `offbench.arms` fills in the arm's defaults)."""
@@ -91,7 +94,7 @@ class ArmSpec(Frozen):
     slots: int | None = Field(default=None, ge=1)
     """Neighbouring chunks that fit into the staging arena at the same time."""
     staging_bytes: int | None = Field(default=None, ge=0)
-    """stream: staging memory taken by step(), before gradient memory is taken over; null: four chunks."""
+    """stream: staging memory taken by step(), before gradient memory is taken over; null: two chunks."""
     loss_bytes: int | None = Field(default=None, ge=0)
     """stream: most staging memory, gradients' included, held when the forward ends; null: as much as raises no peak,
     by the memory that the first forward and backward took."""

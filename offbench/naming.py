@@ -22,6 +22,8 @@ def axes(spec: RunSpec, numa: str | None = None) -> str:
         parts.append(f"fsdp copies {arm.fsdp_copies}")
     if arm.readbacks != "copy":
         parts.append(f"readbacks {arm.readbacks}")
+    if arm.memory_limit is not None:
+        parts.append(f"memory limit {show_size(arm.memory_limit)}")
     if spec.workload.activation_offload:
         parts.append("activation offload")
     if arm.first_step == "whole":

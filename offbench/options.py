@@ -47,6 +47,7 @@ class Options:
     mode: str = "auto"
     device: str = "auto"
     emulate_link: str | None = None
+    memory_limit: str | None = None
     chunk: str | None = None
     state_budget: str | None = None
     pieces: int | None = None

@@ -94,6 +94,9 @@ def place(spec: RunSpec, local_rank: int, where: Whereabouts) -> tuple[Device, d
     bus_id = where.bus_id
     if spec.mode.device == "cuda":
         torch.cuda.set_device(local_rank)
+        if spec.arm.memory_limit is not None:
+            total = torch.cuda.get_device_properties(local_rank).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, spec.arm.memory_limit / total), local_rank)
         device = Device.of(torch.device("cuda", local_rank))
     else:
         device = Device.of(torch.device("cpu"))

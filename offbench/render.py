@@ -193,6 +193,7 @@ def figures(row: Row) -> dict[str, Any]:
         "numa": row.spec.arm.numa,
         "fsdp_copies": row.spec.arm.fsdp_copies,
         "readbacks": row.spec.arm.readbacks,
+        "memory_limit": row.spec.arm.memory_limit,
         "activation_offload": row.activation_offload,
         "first_step": row.spec.arm.first_step,
         "chunk_bytes": row.spec.arm.chunk_bytes,

@@ -15,7 +15,7 @@ from offbench.errors import UsageError
 from offbench.hardware import Hardware
 from offbench.options import Options, build, one_of
 from offbench.resolve_arms import arms_of
-from offbench.units import count, gib, parse_rate
+from offbench.units import count, gib, parse_rate, parse_size
 from offbench.workload import presets
 from offbench.workload.presets import ModelShape
 from offbench.workload.rules import check
@@ -91,6 +91,8 @@ def _mode(options: Options, hardware: Hardware, device: Literal["cuda", "cpu"], 
     link = None if options.emulate_link is None else parse_rate("--emulate-link", options.emulate_link)
     if link is not None and device == "cpu":
         raise UsageError("--emulate-link: there is no link to a GPU on --device cpu; leave it out")
+    if options.memory_limit is not None:
+        _check_memory_limit(options.memory_limit, device, hardware)
     return build(Mode, kind=kind, device=device, world=world, nproc=nproc, emulate_link=link)
 
 
@@ -137,6 +139,15 @@ def _workload(options: Options, device: str, shape: ModelShape, mode: Mode) -> W
     if options.max_norm is not None:
         workload = workload.model_copy(update={"max_norm": options.max_norm or None})
     return workload
+
+
+def _check_memory_limit(text: str, device: str, hardware: Hardware) -> None:
+    """A limit must be one."""
+    limit = parse_size("--memory-limit", text)
+    if device == "cpu":
+        raise UsageError("--memory-limit: there is no GPU memory to limit on --device cpu; leave it out")
+    if hardware.gpu_bytes is not None and limit > hardware.gpu_bytes:
+        raise UsageError(f"--memory-limit {text}: the GPU has {gib(hardware.gpu_bytes)} GiB; use less")
 
 
 def _window(options: Options) -> Window:

@@ -27,6 +27,7 @@ def arms_of(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
     chunk = None if options.chunk is None else parse_size("--chunk", options.chunk)
     if chunk is not None and chunk < 4096:
         raise UsageError(f"--chunk {options.chunk}: the smallest chunk is 4KiB")
+    limit = None if options.memory_limit is None else parse_size("--memory-limit", options.memory_limit)
     one_of("--fsdp-copies", options.fsdp_copies, ("stock", "kernel"))
     one_of("--readbacks", options.readbacks, ("copy", "kernel"))
     one_of("--first-step", options.first_step or "bounded", ("bounded", "whole"))
@@ -42,6 +43,7 @@ def arms_of(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
             numa=numa or options.numa,
             fsdp_copies=options.fsdp_copies,
             readbacks=options.readbacks,
+            memory_limit=limit,
             chunk_bytes=chunk or shape.chunk_bytes,
             **knobs,
         )
@@ -59,6 +61,9 @@ def _table(options: Options, chunk: int) -> list[tuple[ArmSpec, bool]]:
         "--arm": options.arm,
         "--numa": options.numa,
         "--activation-offload": options.activation_offload,
+        "--fsdp-copies": options.fsdp_copies != "stock",
+        "--readbacks": options.readbacks != "copy",
+        "--memory-limit": options.memory_limit,
         "--first-step": options.first_step,
         "--state-budget": options.state_budget,
         "--pieces": options.pieces,

@@ -59,14 +59,10 @@ def gib(size: float) -> str:
 
 def show_size(size: int) -> str:
     """The shortest exact text of a size, as the options take it: 1073741824 -> `1GiB`, 15247133900 -> `14.2GiB`."""
-    powers = (("TiB", 1 << 40), ("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10))
-    for unit, power in powers:
-        if size and size % power == 0:
-            return f"{size // power}{unit}"
-    for unit, power in powers:
-        for digits in (1, 2):
+    for unit, power in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        for digits in (0, 1, 2):
             text = f"{size / power:.{digits}f}{unit}"
-            if size > power and parse_size("", text) == size:
+            if size >= power and parse_size("", text) == size:
                 return text
     return f"{size}B"
 

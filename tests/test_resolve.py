@@ -5,6 +5,7 @@ import pytest
 from offbench.config import GIB, MIB
 from offbench.errors import UsageError
 from offbench.hardware import Hardware
+from offbench.naming import axes
 from offbench.options import Options
 from offbench.resolve import resolve
 from offbench.units import gib, parse_rate, parse_size, show_size
@@ -102,6 +103,23 @@ def test_world_processes_and_mode(options: Options, machine: Hardware, expected:
         (Options(ac="some"), host(), "--ac some: choose full or none"),
         (Options(table="b"), host(), "unknown table b: there is seed"),
         (Options(table="seed", numa=True), host(), "--table seed: its rows fix --numa; leave it out"),
+        (
+            Options(table="seed", fsdp_copies="kernel"),
+            host(),
+            "--table seed: its rows fix --fsdp-copies; leave it out",
+        ),
+        (Options(table="seed", readbacks="kernel"), host(), "--table seed: its rows fix --readbacks; leave it out"),
+        (
+            Options(memory_limit="9GiB"),
+            host(),
+            "--memory-limit: there is no GPU memory to limit on --device cpu; leave it out",
+        ),
+        (Options(memory_limit="999GiB"), host(1), "--memory-limit 999GiB: the GPU has 140.0 GiB; use less"),
+        (
+            Options(memory_limit="lots"),
+            host(1),
+            "--memory-limit lots: not a size; write a number and a unit, as in 512MiB or 1GiB",
+        ),
     ],
 )
 def test_what_cannot_run_is_one_clear_line(options: Options, machine: Hardware, line: str) -> None:
@@ -197,3 +215,10 @@ def test_rates() -> None:
     for bad in ("38.8GiB", "38.8", "1GiB/h", "0GiB/s", "/s"):
         with pytest.raises(UsageError, match="not a rate"):
             parse_rate("--emulate-link", bad)
+
+
+def test_a_memory_limit_is_an_axis_of_every_arm() -> None:
+    specs = resolve(Options(arm=("none", "stream"), memory_limit="37.5GiB"), host(1)).specs
+    assert [spec.arm.memory_limit for spec in specs] == [int(37.5 * GIB)] * 2
+    assert [axes(spec) for spec in specs] == ["memory limit 37.5GiB"] * 2
+    assert resolve(Options(arm=("none",)), host(1)).specs[0].arm.memory_limit is None

@@ -42,7 +42,12 @@ class Arm:
     """Where nobody has shown that yet; empty when it has been shown everywhere."""
 
     def resolve(
-        self, numa: bool = False, fsdp_copies: str = "stock", readbacks: str = "copy", **options: object
+        self,
+        numa: bool = False,
+        fsdp_copies: str = "stock",
+        readbacks: str = "copy",
+        memory_limit: int | None = None,
+        **options: object,
     ) -> ArmSpec:
         """The arm's spec with the given options over its defaults; options of other arms are left out.
 
@@ -54,6 +59,5 @@ class Arm:
         chosen = {
             key: options.get(key) if options.get(key) is not None else value for key, value in self.defaults.items()
         }
-        return ArmSpec.model_validate(
-            {"name": self.name, "numa": numa, "fsdp_copies": fsdp_copies, "readbacks": readbacks, **chosen}
-        )
+        axes = {"numa": numa, "fsdp_copies": fsdp_copies, "readbacks": readbacks, "memory_limit": memory_limit}
+        return ArmSpec.model_validate({"name": self.name, **axes, **chosen})

@@ -43,7 +43,7 @@ EXTENT_BYTES = 512 << 20
 """The arena is made of pieces of this size, so that it returns to the allocator bit by bit."""
 BURST = 1
 """Chunks that one read queues beyond its own: the host has the forward's kernels to launch, and must not stop."""
-BURST_AT_LEISURE = 4
+BURST_AT_LEISURE = 3
 """Chunks queued where the device has work for a while and the host is about to wait for it."""
 LEAST_CHUNKS = 2
 """Smallest arena, in chunks: one moves in while another is written back."""
