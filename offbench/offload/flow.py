@@ -121,6 +121,7 @@ class FlowEngine(Engine):
         self._count_step()
         if self._at_loss is None:
             self._at_loss = self._headroom.left_at_loss(self._streams.allocated())
+        self._fit_arena()
         self._add_arena()
         ready = self._streams.compute().record()
         moving = [work.chunk for work in works if work.chunk.index not in self._resident]
@@ -159,6 +160,11 @@ class FlowEngine(Engine):
             while self._step.arrived:
                 self._give_back(self._step.arrived.pop(0))
             self._step = None
+
+    def _fit_arena(self) -> None:
+        """The arena is held at the loss, too: no more of it than may be staged then, but for two chunks."""
+        if self._at_loss is not None:
+            self._arena_bytes = min(self._arena_bytes, max(self._at_loss, LEAST_CHUNKS * self._largest))
 
     def _add_arena(self) -> None:
         left = self._arena_bytes

@@ -174,8 +174,14 @@ class Counted(DeviceStreams):
         return next(self._counts)
 
 
-@pytest.mark.parametrize(("at_step", "allowed"), [(9000, 3000), (5000, 0)])
-def test_staging_at_the_loss_is_what_gradients_take_beyond_activations(at_step: int, allowed: int) -> None:
+LEAST = 2 * 2 * -(-4 * max(trainer.SIZES) // ALIGNMENT) * ALIGNMENT
+"""Two chunks of the largest parameter alone."""
+
+
+@pytest.mark.parametrize(
+    ("at_step", "allowed", "arena"), [(9000, 3000, LEAST), (5000, 0, LEAST), (13500, 7500, 7500), (30000, 24000, 9000)]
+)
+def test_staging_at_the_loss_is_what_gradients_take_beyond_activations(at_step: int, allowed: int, arena: int) -> None:
     own = [6000] + [6500] * 7  # before the backward of each of eight chunks
     found = []
 
@@ -188,9 +194,11 @@ def test_staging_at_the_loss_is_what_gradients_take_beyond_activations(at_step: 
 
         engine.step = spy
 
-    trainer.run(dataclasses.replace(stream(), chunk_bytes=1), Counted([*own, at_step]), watch)
+    schedule = dataclasses.replace(stream(), chunk_bytes=1, staging_bytes=9000)
+    trainer.run(schedule, Counted([*own, at_step]), watch)
     assert {at_loss for at_loss, *_ in found} == {allowed}, "measured once"
-    for _, peak, arena in found:
+    for _, peak, held in found:
+        assert held == arena, "no more than may be staged at the loss, but for two chunks"
         assert peak <= max(arena, allowed)
 
 
