@@ -18,7 +18,7 @@ from offbench.config import ArmSpec, RunSpec
 from offbench.naming import axes
 from offbench.planner.ideal import policy_ideal
 from offbench.planner.sources import baseline
-from offbench.record import RunRecord, Split
+from offbench.record import RunRecord, SmallCopies, Split
 from offbench.stats import largest
 from offbench.trace.timeline import difference
 
@@ -71,6 +71,8 @@ class Row:
     steady_peak_bytes: int | None = None
     pinned_bytes: int | None = None
     rss_bytes: int | None = None
+    small_copies: SmallCopies | None = None
+    """The largest figures of any launch."""
     ranks_remote: int | None = None
     """Ranks with 1 % or more of their pinned memory on another socket than their GPU; the most of any launch. None
     where some rank does not know."""
@@ -172,10 +174,17 @@ def _row(records: Sequence[RunRecord]) -> Row:
         steady_peak_bytes=largest(record.peak.steady_allocated_bytes for record in good),
         pinned_bytes=largest(record.host.pinned_requested_bytes for record in good),
         rss_bytes=largest(record.host.rss_bytes for record in good),
+        small_copies=_small_copies(good),
         ranks_remote=max(remote) if len(remote) == len(good) and remote else None,
         ranks_pinned=len(good[0].ranks) if remote else None,
         split=_middle(record.split for record in good),
     )
+
+
+def _small_copies(records: Sequence[RunRecord]) -> SmallCopies | None:
+    found = [record.small_copies for record in records if record.small_copies is not None]
+    figures = {name: largest(getattr(one, name) for one in found) for name in SmallCopies.model_fields}
+    return SmallCopies(**figures) if found else None
 
 
 def _middle(splits: Iterable[Split | None]) -> Split | None:

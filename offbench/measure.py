@@ -45,8 +45,9 @@ from offbench.floor import of_launch
 from offbench.offload.adamw import OffloadedAdamW
 from offbench.offload.hoststore import HostStore
 from offbench.offload.layout import local_of
-from offbench.record import Host, Link, Moved, RunRecord, StateAt
+from offbench.record import Host, Link, Moved, RunRecord, SmallCopies, StateAt
 from offbench.results_file import ResultsFile
+from offbench.small_watch import SmallCopyWatch, worst
 from offbench.stats import largest
 from offbench.topo import cache as topo_cache
 from offbench.topo.shared import shared_machine
@@ -56,6 +57,9 @@ from offbench.window import PhaseName, RankResult, Traffic, WindowRecorder, firs
 JobValue = str | int | float | bool | None
 PROBE_BYTES = 512 * MIB
 """Half of it is read, half written."""
+WATCHED = 2
+"""Which step before the window has its small copies watched: not the last, so that the window starts undisturbed, nor
+the first, which compiles and has no copies of a step before beside it."""
 
 
 @dataclass
@@ -68,6 +72,7 @@ class _Report:
     traffic: list[Traffic]
     largest_chunk: int
     moved: Moved
+    small_copies: SmallCopies | None
     state: StateAt
     state_at_backward_end: int | None
     host: Host
@@ -84,7 +89,7 @@ class StepRecorder:
     tokens_per_step: of all ranks. optimizer: the optimizer, or all of them; the bytes of each OffloadedAdamW are
     counted and checked, any other is timed only. probe_bytes: host memory pinned after the window, and GPU memory
     taken, to measure what the link carries, which the floor is computed from; 0: no probe, and no floor. Ranks are
-    those of the default group.
+    those of the default group. Small copies are counted where the warm-up has three steps or more.
     Raises RecordError when `results` cannot be written.
     """
 
@@ -112,6 +117,7 @@ class StepRecorder:
         self._steps = WindowRecorder(self._device, warmup, steps)
         self._all = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._offloaded = [one for one in self._all if isinstance(one, OffloadedAdamW)]
+        self._watch = SmallCopyWatch(self._device) if warmup > WATCHED else None
         self._logs = [TrafficLog(one, self._device) for one in self._offloaded]
         self._probe_bytes = probe_bytes
         kind = self._device.torch_device.type
@@ -122,6 +128,8 @@ class StepRecorder:
 
     def begin(self) -> None:
         """Start a step."""
+        if self._watch is not None and self._steps.done == self._steps.warmup - WATCHED:
+            self._watch.open()
         self._steps.begin()
 
     def mark(self, phase: PhaseName) -> None:
@@ -140,6 +148,8 @@ class StepRecorder:
         """End a step; True when the window is complete and `finish` should follow."""
         self._steps.end()
         done = self._steps.done
+        if self._watch is not None and done == self._steps.warmup - WATCHED + 1:
+            self._watch.close()
         if done in (self._steps.warmup, self._steps.total):
             for log in self._logs:
                 log.note(done, self._steps.boundary)
@@ -207,6 +217,7 @@ class StepRecorder:
             moved=summed(
                 [log.moved(self._steps.steps, one.copy_repeat) for one, log in zip(offloaded, logs, strict=True)]
             ),
+            small_copies=self._watch.figures() if self._watch is not None else None,
             state=StateAt(**state) if offloaded else StateAt(),
             state_at_backward_end=None if None in at_end or not at_end else sum(nbytes or 0 for nbytes in at_end),
             host=Host(
@@ -222,6 +233,7 @@ class StepRecorder:
     def _record(self, reports: list[_Report]) -> RunRecord:
         figures = gather([report.result for report in reports], self._tokens)
         first, bad = reports[0], self._invalid(reports)
+        seen = [report.small_copies for report in reports if report.small_copies is not None]
         peak = figures.peak.model_copy(
             update={
                 "state_at_backward_end_bytes": largest(report.state_at_backward_end for report in reports),
@@ -242,6 +254,7 @@ class StepRecorder:
             tokens_per_step=self._tokens,
             **{**vars(figures), "peak": peak},
             moved=first.moved,
+            small_copies=worst(seen) if seen else None,
             state=first.state,
             host=Host(
                 **{

@@ -22,8 +22,9 @@ from offbench.offload import OffloadedAdamW
 from offbench.offload.hoststore import HostStore
 from offbench.offload.small_copies import KernelCopies, kernel_copies
 from offbench.rank_report import describe, hand_over, meet
-from offbench.record import Link, Split
+from offbench.record import Link, SmallCopies, Split
 from offbench.replica import ReplicaLog
+from offbench.small_watch import SmallCopyWatch
 from offbench.trace.command import split_of
 from offbench.traffic import TrafficLog
 from offbench.window import WindowRecorder
@@ -77,11 +78,12 @@ def _run(
     recorder.close(optimizer.drain)
     progress.enter("gather")
     report = describe(spec, job, optimizer, recorder, log, replica, copy_repeat)
+    report.kernel_copies = copies.copies_in if copies is not None else 0
+    report.small_copies = watch_small_copies(job, optimizer, spec, device)
     report.trace, report.split = trace(job, optimizer, spec, device, out)
     report.pages = where.close(pinned_ranges(job, optimizer))
     report.host.numa = report.pages.numa
     report.link = link
-    report.kernel_copies = copies.copies_in if copies is not None else 0
     report.env = env | {"affinity_after": environment.cpu_list(os.sched_getaffinity(0))}
     report.warnings = [*(str(warning.message) for warning in caught), *where.warnings]
     hand_over(spec, report, local_rank, out)
@@ -193,6 +195,19 @@ def train(
         seconds = recorder.finished_step_s()
         done, of = (step + 1, recorder.warmup) if phase == "warmup" else (step + 1 - recorder.warmup, recorder.steps)
         progress.enter(phase, done, of, job.spec.tokens_per_step / seconds if seconds else None)
+
+
+def watch_small_copies(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device) -> SmallCopies:
+    """Count and time the small copies of one more step, when all other figures are taken. A step before it brings
+    back the bulk copies that the drain has ended; both are drained again."""
+    recorder = WindowRecorder(device, 1, 1, spec.arm.readbacks)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    number = spec.window.warmup + spec.window.steps
+    train_step(job, optimizer, scheduler, recorder, None, number)
+    with SmallCopyWatch(device) as watch:
+        train_step(job, optimizer, scheduler, recorder, None, number + 1)
+    optimizer.drain()
+    return watch.figures()
 
 
 def trace(

@@ -21,8 +21,9 @@ from offbench.failure import write_json
 from offbench.floor import of_launch
 from offbench.offload import OffloadedAdamW
 from offbench.offload.layout import local_of
-from offbench.record import Broadcast, Host, Link, Moved, RankPages, Split, StateAt
+from offbench.record import Broadcast, Host, Link, Moved, RankPages, SmallCopies, Split, StateAt
 from offbench.replica import ReplicaLog
+from offbench.small_watch import worst
 from offbench.stats import largest
 from offbench.topo import cache as topo_cache
 from offbench.topo.shared import shared_machine
@@ -65,6 +66,7 @@ class RankReport:
     """Reduce-scatter copy-ins that went through our kernels instead of FSDP2's."""
     kernel_reads: int = 0
     """Expert counts that reached the host by a kernel instead of a copy."""
+    small_copies: SmallCopies = field(default_factory=SmallCopies)
     pages: RankPages | None = None
     broadcast: Broadcast | None = None
     stale: list[str] = field(default_factory=list)
@@ -217,6 +219,7 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "mfu": mfu(spec, figures.step_s, first.env.get("gpu")),
         "peak": peak,
         "moved": first.moved,
+        "small_copies": worst([r.small_copies for r in reports]),
         "state": first.state,
         "host": host,
         "ranks": [r.pages for r in reports if r.pages is not None],

@@ -81,6 +81,23 @@ class Moved(Row):
     """Time during which at least one copy had begun and not ended, per step of the window."""
 
 
+class SmallCopies(Row):
+    """Copies of a few KB beside the bulk ones, in one step watched after the window (a trainer's own: in its warm-up).
+    Largest over ranks. Times are null on the CPU; `offbench.small_watch` says what they hold."""
+
+    uploads_per_step: int | None = None
+    """FSDP2's copy-outs and copy-ins, each of which uploads a table of pointers."""
+    readbacks_per_step: int | None = None
+    """Expert counts, loss and norm that reach the host through the copy engine."""
+    by_kernel_per_step: int | None = None
+    """Of both kinds, those that kernels make without the copy engine (`--fsdp-copies`, `--readbacks`)."""
+    longest_upload_s: float | None = None
+    """The longest copy-out or copy-in, whoever makes it, from the end of the work before it to its own end."""
+    longest_readback_s: float | None = None
+    longest_wait_s: float | None = None
+    """The longest of all, less what a copy-out or copy-in takes for its bytes; the host's launches are in it."""
+
+
 class Host(Row):
     """Host side, per rank, max over ranks unless the name says otherwise."""
 
@@ -268,6 +285,7 @@ class RunRecord(Row):
     phases_s: Phases = Phases()
     peak: Peak = Peak()
     moved: Moved = Moved()
+    small_copies: SmallCopies | None = None
     state: StateAt = StateAt()
     host: Host = Host()
     ranks: list[RankPages] = Field(default_factory=list)

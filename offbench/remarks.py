@@ -11,6 +11,8 @@ from offbench.record import RunRecord
 
 RATE_TOLERANCE = 0.01
 """tok/s and tokens / step time of one row must agree this closely."""
+LONG_WAIT = 1e-3
+"""Seconds; with nothing in its way a small copy's wait came to 0.3 ms at most (docs/trace.md)."""
 LOSS_TOLERANCE = 1e-3
 """Largest relative difference of a step's loss from that of `none` before it is flagged, where `none` ran once."""
 LOSS_BAND = 3
@@ -38,9 +40,23 @@ def notes(records: Sequence[RunRecord], rows: Iterable[Sequence[RunRecord]], cap
     if len(caption["commits"]) > 1 or caption["dirty"]:
         found.append("rows come from different commits or an uncommitted tree: compare with care")
     for members in rows:
+        found += _waiting(members)
         found += [note for record in members for note in _loss_notes(record, records)]
     found += [f"{arm_name(r.spec, r.label)}, launch {r.launch}: {w}" for r in records for w in r.warnings]
     return found
+
+
+def _waiting(members: Sequence[RunRecord]) -> list[str]:
+    """A line when a small copy of some launch waited long: bulk copies, most likely, were served before it."""
+    found = [record.small_copies for record in members if record.status == "ok" and record.small_copies is not None]
+    worst = max(found, key=lambda one: one.longest_wait_s or 0.0, default=None)
+    if worst is None or (worst.longest_wait_s or 0.0) <= LONG_WAIT:
+        return []
+    name = arm_name(members[0].spec, members[0].label)
+    return [
+        f"{name}: a small copy waited {worst.longest_wait_s:.3f} s; a step makes {worst.uploads_per_step} uploads, "
+        f"{worst.readbacks_per_step} read-backs and {worst.by_kernel_per_step} of both by kernels"
+    ]
 
 
 def rate_note(record: RunRecord) -> str | None:

@@ -17,6 +17,7 @@ from rich.table import Table
 from offbench import gap_table
 from offbench.compare import Group, Row, Spread
 from offbench.naming import describe
+from offbench.record import SmallCopies
 from offbench.units import gib
 
 MISSING = "-"
@@ -215,6 +216,7 @@ def figures(row: Row) -> dict[str, Any]:
         "ideal_s": row.ideal_s,
         "gap_s": row.gap_s,
         **gap_table.figures(row),
+        **_small_copies(row),
         "run_peak_bytes": row.run_peak_bytes,
         "first_step_peak_allocated_bytes": row.first_peak_bytes,
         "steady_peak_allocated_bytes": row.steady_peak_bytes,
@@ -225,6 +227,12 @@ def figures(row: Row) -> dict[str, Any]:
         "launches": row.launches,
         "status": row.status,
     }
+
+
+def _small_copies(row: Row) -> dict[str, Any]:
+    """`small_uploads_per_step`, `small_longest_wait_s` and the like."""
+    found = row.small_copies or SmallCopies()
+    return {f"small_{name}": getattr(found, name) for name in SmallCopies.model_fields}
 
 
 def to_json(groups: Sequence[Group], problems: Sequence[str]) -> str:

@@ -106,6 +106,15 @@ def test_unmeasured_figures_are_null(records: dict[str, dict[str, Any]]) -> None
     assert record["peak"]["steady_allocated_bytes"] is None
     assert record["link"]["both_bytes_per_s"] is None
     assert record["mfu"] is None
+    assert record["small_copies"]["longest_wait_s"] is None
+
+
+def test_small_copies_are_counted_in_every_record_and_alike_in_all_arms(records: dict[str, dict[str, Any]]) -> None:
+    """Layers and two more units gather and scatter; the CPU has no mailbox for expert counts."""
+    counts = [record["small_copies"] for record in records.values()]
+    assert counts[0]["uploads_per_step"] > 2 * records["none"]["spec"]["workload"]["layers"]
+    assert (counts[0]["readbacks_per_step"], counts[0]["by_kernel_per_step"]) == (1, 0)
+    assert counts == 3 * [counts[0]]
 
 
 def test_a_rehearsal_on_the_cpu(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from offbench.measure import StepRecorder
 from offbench.offload import OffloadedAdamW
 from offbench.planner.gather import PlanOptions, gather
 from offbench.planner.sources import compute_of_records
-from offbench.record import Link
+from offbench.record import Link, SmallCopies
 from offbench.render import to_csv, to_markdown
 from offbench.results_file import read_records
 from tests.offload import sharded
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 GIB = 1 << 30
 
 
-def train(rank: int, results: str, arm: str, spoil: bool = False, link: Link | None = None) -> bool:
+def train(rank: int, results: str, arm: str, spoil: bool = False, link: Link | None = None, warmup: int = 2) -> bool:
     if link is not None:  # as a GPU's probe finds it
         StepRecorder._probe = lambda self: (link, [])  # type: ignore[method-assign]
     model = sharded.build(CPU)
@@ -37,7 +37,7 @@ def train(rank: int, results: str, arm: str, spoil: bool = False, link: Link | N
         optimizer = sharded.optimizer_of(arm, model, None)
     recorder = StepRecorder(
         results, arm=arm, job={"model": "mlp", "layers": 4}, tokens_per_step=8,
-        optimizer=optimizer, device=CPU, warmup=2, steps=4,
+        optimizer=optimizer, device=CPU, warmup=warmup, steps=4,
     )  # fmt: skip
     for step in range(99):
         recorder.begin()
@@ -53,13 +53,13 @@ def train(rank: int, results: str, arm: str, spoil: bool = False, link: Link | N
         if recorder.end():
             break
     record = recorder.finish()
-    return (record is not None) == (rank == 0) and step == 5
+    return (record is not None) == (rank == 0) and step == warmup + 3
 
 
-@pytest.mark.parametrize("arm", ["plain", "chunked", "overlap"])
-def test_two_ranks_leave_one_record(arm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arm", "warmup"), [("plain", 3), ("chunked", 2), ("overlap", 3)])
+def test_two_ranks_leave_one_record(arm: str, warmup: int, tmp_path: Path) -> None:
     results = tmp_path / "mine.jsonl"
-    assert on_ranks(2, train, str(results), arm) == [True, True]
+    assert on_ranks(2, train, str(results), arm, False, None, warmup) == [True, True]
     (record,) = read_records([results]).records
     assert record.status == "ok"
     assert record.job == {"model": "mlp", "layers": 4}
@@ -71,6 +71,11 @@ def test_two_ranks_leave_one_record(arm: str, tmp_path: Path) -> None:
     assert record.steps[0].loss is not None
     assert record.phases_s.forward is not None
     assert record.env["torch"]
+    if warmup == 2:
+        assert record.small_copies is None, "the first step is not watched, nor the last before the window"
+    else:  # seven units are gathered in forward, and, but for the root, in backward; loss and norm are read back
+        small = SmallCopies(uploads_per_step=7 + 6 + 7, readbacks_per_step=1, by_kernel_per_step=0)
+        assert record.small_copies == small, "on the CPU without times"
     if arm == "plain":
         assert record.moved.in_bytes_per_step is None
     else:

@@ -143,6 +143,42 @@ def test_the_fastest_baseline_serves_all_arms() -> None:
     assert row(group, "main").x_none == pytest.approx(4.0 / 1.9)
 
 
+def test_none_with_and_without_the_small_copies_as_kernels_is_one_baseline() -> None:
+    """The faster of the two, whichever that is: an arm must not gain from a baseline slowed by its own remedy."""
+    kernels = {"fsdp_copies": "kernel", "readbacks": "kernel"}
+    for stock_s, kernel_s in ((2.0, 1.9), (1.9, 2.0)):
+        stock, kernel = record(chosen("none"), stock_s), record(chosen("none", **kernels), kernel_s)
+        others = [record(chosen("overlap"), 3.8), record(chosen("overlap", **kernels), 2.85)]
+        for records in ([stock, kernel, *others], [*others, kernel, stock]):
+            group = only(records)
+            of = {found.spec.arm: found for found in group.rows}
+            ratios = [of[one.spec.arm].x_none for one in (stock, kernel, *others)]
+            assert ratios == pytest.approx([stock_s / 1.9, kernel_s / 1.9, 2.0, 1.5])
+            assert [of[one.spec.arm].exposed_s for one in others] == pytest.approx([1.9, 0.95])
+
+
+def small(wait_s: float | None, engine: int = 10, kernels: int = 0) -> dict[str, Any]:
+    counts = {"uploads_per_step": engine, "readbacks_per_step": engine, "by_kernel_per_step": kernels}
+    return counts | {"longest_upload_s": wait_s, "longest_wait_s": wait_s}
+
+
+def test_a_small_copy_that_waits_long_is_pointed_out() -> None:
+    base = record(spec(), small_copies=small(1e-3))
+    slow = [record(spec("overlap"), 2.5, i, small_copies=small(s)) for i, s in enumerate((0.25, 1.135, None), 1)]
+    quick = record(chosen("overlap", fsdp_copies="kernel"), 2.1, small_copies=small(2e-4, 0, 20))
+    group = only([base, *slow, quick])
+    line = "overlap: a small copy waited 1.135 s; a step makes 10 uploads, 10 read-backs and 0 of both by kernels"
+    assert group.notes == [line]
+    assert f"- note: {line}" in to_markdown([group])
+    found = [figures(one) for one in group.rows]
+    assert [one["small_longest_wait_s"] for one in found] == [1e-3, 1.135, 2e-4]
+    assert [one["small_by_kernel_per_step"] for one in found] == [0, 0, 20]
+    shown = list(csv.DictReader(io.StringIO(to_csv([group]))))
+    assert [one["small_uploads_per_step"] for one in shown] == ["10", "10", "0"]
+    unknown = figures(only([record(spec())]).rows[0])
+    assert unknown["small_uploads_per_step"] is unknown["small_longest_wait_s"] is None
+
+
 def test_rates_that_disagree_are_pointed_out() -> None:
     assert only([record(spec(), 2.0, tok_s=131072 / 2.0 * 1.009)]).notes == []
     wrong = only([record(spec(), 7.2, tok_s=131072 / 44.1)])

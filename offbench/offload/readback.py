@@ -7,7 +7,9 @@ device's address space too, so a kernel can write the values there itself.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +24,11 @@ class Mailbox:
     engine, `kernel` an elementwise kernel on the current stream. Values are the same bits either way.
     """
 
+    around: ClassVar[Callable[[bool, int], AbstractContextManager[None]]] = staticmethod(
+        lambda by_kernel, nbytes: nullcontext()
+    )
+    """What every send of the process runs inside, made of (by a kernel?, bytes); see `offbench.small_watch`."""
+
     def __init__(self, buffer: Tensor, device: torch.device, way: Way) -> None:
         self.buffer = buffer
         self.kernel_writes = 0
@@ -31,6 +38,10 @@ class Mailbox:
     @torch.no_grad()
     def send(self, values: Tensor) -> None:
         """Queue buffer[: values.numel()] <- values (same dtype) on the current stream; waits for nothing."""
+        with Mailbox.around(self._seen is not None, values.nbytes):
+            self._write(values)
+
+    def _write(self, values: Tensor) -> None:
         count = values.numel()
         if self._seen is None:
             self.buffer.view(-1)[:count].copy_(values.reshape(-1), non_blocking=True)

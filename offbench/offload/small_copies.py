@@ -16,17 +16,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.fsdp  # defines the operators
 from torch import Tensor
 
 _KEYS = ("CPU", "CUDA")
+COPY_OUT = "split_with_sizes_copy"
+COPY_IN = "chunk_cat_mixed_dtype" if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype") else "chunk_cat"
 
 
 class KernelCopies:
     """Replaces FSDP2's copy-in and copy-out for the whole process until `restore`."""
+
+    in_use: ClassVar[int] = 0
+    """Replacements that are not restored yet."""
 
     def __init__(self) -> None:
         self.copies_out = 0
@@ -34,18 +39,19 @@ class KernelCopies:
         self.copies_in = 0
         """Reduce-scatter copy-ins made so far."""
         self._library: Any = torch.library.Library("fsdp", "IMPL")  # type: ignore[no-untyped-call]
-        copy_in = "chunk_cat_mixed_dtype" if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype") else "chunk_cat"
         with warnings.catch_warnings():
             # That a kernel is replaced is the point; torch 2.11 says so once.
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             register: Any = self._library.impl
             for key in _KEYS:
-                register("split_with_sizes_copy", self._copy_out, key, allow_override=True)
-                register(copy_in, self._copy_in, key, allow_override=True)
+                register(COPY_OUT, self._copy_out, key, allow_override=True)
+                register(COPY_IN, self._copy_in, key, allow_override=True)
+        KernelCopies.in_use += 1
 
     def restore(self) -> None:
         """Give FSDP2 its own operators back."""
         self._library._destroy()
+        KernelCopies.in_use -= 1
 
     def _copy_out(self, gathered: Tensor, sizes: Sequence[int], dim: int = 0, *, out: list[Tensor]) -> None:
         """out[i] [world, sizes[i]] <- columns of gathered [world, sum(sizes)]."""
