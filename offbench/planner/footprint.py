@@ -22,4 +22,5 @@ def footprint(workload: Workload, world: int) -> Footprint:
     if w.grad_accum > 1:  # micro batches add up unsharded
         dense = shape.dense_params(w.layers)
         grads = FP32 * (dense + (shape.params(w.layers) - dense) // w.ep)
-    return Footprint(params, grads, saved_bytes(spec), block_bytes(spec), temporary_bytes(spec))
+    head = 2 * 2 * shape.vocab * shape.hidden  # bf16: kept gathered for its backward, and its gradient
+    return Footprint(params, grads, saved_bytes(spec), block_bytes(spec), temporary_bytes(spec), head)

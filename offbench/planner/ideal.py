@@ -30,7 +30,7 @@ def policy_ideal(record: RunRecord, none: Sequence[RunRecord] = ()) -> float | N
         or arm.name not in arms.ARMS
     ):
         return None
-    schedule = arms.ARMS[arm.name].schedule(arm)
+    schedule = sources.schedule_of(record)
     compute = sources.compute_of_records(none) if none else own_compute(record, schedule.deferred)
     if compute is None:
         return None

@@ -12,10 +12,20 @@ from typing import Literal
 
 from offbench.errors import UsageError
 from offbench.offload.chunks import Chunk, plan_chunks
+from offbench.units import GIB
 from offbench.workload.presets import ModelShape
 
 FP32 = 4
 """Bytes of one parameter, and of each of its two moments."""
+PROGRAMS = 8
+"""Of the kernel that updates state in host memory; each takes a multiprocessor from the model while it runs."""
+PROGRAM_RATE = 56.9 / 4 * GIB
+"""Bytes/s, both ways, of one such program where the link is no limit: 4 of them moved 56.9 GiB/s on an H200
+(python -m offbench.offload.zerocopy, 2026-11-29)."""
+IN_PLACE = 77.3 / 94.2
+"""Share of the copy engines' rate both ways that enough programs reach; the same launch, 8 programs."""
+MULTIPROCESSORS = 132
+"""Of an H200 (datasheet)."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,12 @@ class Links:
             share = min(1.0, self.both / (self.into + self.out))
             return self.into * share, self.out * share
         return self.into * moving_in, self.out * moving_out
+
+    @property
+    def in_place(self) -> float:
+        """Rate of updates in host memory, both ways summed: what the link gives to a kernel, and what its programs can
+        ask for. Measured on one link; on others inferred from it."""
+        return min(IN_PLACE * self.both, PROGRAMS * PROGRAM_RATE)
 
     def scaled(self, share: float) -> Links:
         """Every rate times `share`."""
@@ -93,6 +109,17 @@ class Footprint:
     """Temporaries while a unit's forward runs."""
     in_backward: float = 0.0
     """The same in backward, where a unit is computed again."""
+    head: float = 0.0
+    """At the loss, until backward has begun: the head's gathered weight, and its gradient, which the loss makes."""
+
+    @property
+    def left_at_loss(self) -> int | None:
+        """Bytes of staging that raise no peak when the forward ends, as `offload.headroom` finds them: what step() has
+        and the start of backward has not. None where memory is not counted."""
+        if not self.gradients:
+            return None
+        sharded = min(self.gradients, self.parameters)  # micro batches are reduced when step() comes
+        return max(0, round(sharded - self.saved - self.head))
 
     def now(self, phase: Phase, done: float, running: bool, fresh: float) -> float:
         """Bytes at a moment. done: share of the phase that has run; fresh: share of the gradients, complete at the
@@ -101,7 +128,7 @@ class Footprint:
             grown = self.gradients * done + self.saved * (1 - done)
             return self.parameters + grown + self.in_backward * running
         if phase == "forward":
-            grown = self.gradients * fresh + self.saved * done
+            grown = self.gradients * fresh + self.saved * done + self.head * (done > 1 - 1e-6)
             return self.parameters + grown + self.in_forward * running
         return self.parameters + self.gradients * fresh
 

@@ -19,7 +19,7 @@ from offbench.planner.result import Span
 from offbench.units import GIB, gib
 
 MAIN, CHUNKED, OVERLAP, STREAM = "#8a6d3b", "#e0662f", "#2a78d6", "#15936a"
-BOUND, MEMORY = "#3a3a38", "#8a5fc0"
+ZEROCOPY, BOUND, MEMORY = "#c2508f", "#3a3a38", "#8a5fc0"
 """One colour per schedule, in every figure."""
 FORWARD, BACKWARD, UPDATE, WAIT, IN, OUT = "#5b8fd9", "#2f5c9e", "#8a5fc0", "#e9e2d0", "#15936a", "#e0662f"
 POINTS = 16
@@ -102,6 +102,8 @@ def memory(at: Setting, notes: tuple[str, ...]) -> Chart:
         ("overlap", OVERLAP): [at_budget(at, "overlap", b, 4) for b in every],
         ("stream", STREAM): [stream_at(at, b) for b in every],
     }
+    if at.in_place:
+        made["zerocopy", ZEROCOPY] = [at_budget(at, "zerocopy", b) for b in every]
     none = at_budget(at, "none", 0).simulated
     lines = [
         Series(
@@ -127,7 +129,14 @@ def link(at: Setting, notes: tuple[str, ...]) -> Chart:
     """Step against the link's rate; both ways in the proportion of the plan's link."""
     none, half = at.compute.total, at.nbytes // 2
     duplex = min(2.0, at.links.both / at.links.into)
-    lines: dict[str, list[tuple[float, float]]] = {"main": [], "chunked": [], "overlap": [], "stream, half": []}
+    colours = {
+        "main": MAIN,
+        "chunked": CHUNKED,
+        "overlap": OVERLAP,
+        "stream, half": STREAM,
+        "zerocopy, half": ZEROCOPY,
+    }
+    lines: dict[str, list[tuple[float, float]]] = {name: [] for name in colours}
     for rate in RATES:
         there = replace(at, links=Links(rate * GIB, rate * GIB, duplex * rate * GIB))
         found = (
@@ -135,16 +144,16 @@ def link(at: Setting, notes: tuple[str, ...]) -> Chart:
             at_budget(there, "chunked", 0),
             at_budget(there, "overlap", 0, 4),
             stream_at(there, half),
+            at_budget(there, "zerocopy", half),
         )
         for name, row in zip(lines, found, strict=True):
             lines[name].append((rate, row.simulated.step_s / none))
-    colours = (MAIN, CHUNKED, OVERLAP, STREAM)
     return Chart(
-        f"Step time against the link; stream with half of the state ({gib(half)} GiB) on the GPU",
+        f"Step time against the link (half: {gib(half)} GiB of state stay on the GPU)",
         (notes[0], f"update {at.compute.update:.3g} s; both ways {duplex:.2f} x one way"),
         "GiB/s one way, a rank, while all copy",
         "step, in steps of none",
-        tuple(Series(name, tuple(points), c) for (name, points), c in zip(lines.items(), colours, strict=True)),
+        tuple(Series(name, tuple(points), colours[name]) for name, points in lines.items()),
         y_from=0.5,
         y_to=4.0,
     )

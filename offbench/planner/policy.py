@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -49,21 +48,28 @@ def stream(
     )
 
 
-def written_in_forward(policy: Policy, sizes: Sequence[int], gradients: float) -> tuple[int, int]:
-    """Leading chunks that are written back in forward already: those the loss's memory demands, and those without
-    which a later chunk would find no room (at least as many). Without prefetch `loss_bytes` caps the room itself.
+def grows(policy: Policy, nbytes: float, gradients: float) -> float:
+    """Bytes that staging grows by per byte of state updated, `nbytes` in all: its gradient's; without prefetch no more
+    than the even pace that gets to `loss_bytes` with the last update (`FlowEngine._wanted`)."""
+    if policy.prefetch or policy.loss_bytes is None or not nbytes:
+        return gradients
+    return min(gradients, max(0, policy.loss_bytes - (policy.staging_bytes or 0)) / nbytes)
 
-    sizes: bytes a chunk moves, 0 for resident ones; gradients: bytes a gradient has per byte of state.
+
+def written_in_forward(policy: Policy, sizes: Sequence[int], growth: float, kept: int = 0) -> tuple[int, int]:
+    """Leading chunks that are written back in forward already: those the loss's memory demands, and those without
+    which a later chunk would find no room (at least as many).
+
+    sizes: bytes a chunk moves, 0 for resident ones, whose state is `kept` bytes; growth: as `grows`.
     """
     if policy.staging_bytes is None or policy.write_back == "forward":
         demanded = _first_with_rest(sizes, policy.loss_bytes)
         return demanded, len(sizes)
     demanded, most = _first_with_rest(sizes, policy.loss_bytes) if policy.prefetch else 0, 0.0
-    moved, cap = 0, math.inf if policy.prefetch or policy.loss_bytes is None else policy.loss_bytes
+    moved = 0
     for size in sizes:
         # The chunk before this one may still be updating: its gradient is there.
-        grown = policy.staging_bytes + gradients * max(0, moved - size)
-        most = max(most, moved + size - min(grown, max(cap, policy.staging_bytes)))
+        most = max(most, moved + size - policy.staging_bytes - growth * (kept + max(0, moved - size)))
         moved += size
     pressed, out = 0, 0
     while out < most and pressed < len(sizes):

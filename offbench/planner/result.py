@@ -17,11 +17,13 @@ class Waits:
     """The end of a synchronous step, or memory that the loss needs."""
     small: float = 0.0
     """Small copies behind bulk ones on the same copy engine."""
+    slowed: float = 0.0
+    """No wait: what forward loses to the multiprocessors that updates in host memory take."""
 
     @property
     def total(self) -> float:
         """All of them."""
-        return self.move_in + self.slot + self.write_back + self.small
+        return self.move_in + self.slot + self.write_back + self.small + self.slowed
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Span:
     end: float
     """Seconds since the step began with its forward."""
     compute: str
-    """`forward`, `backward`, `step` (clip), `update`, or what is waited for, as in Waits."""
+    """`forward`, `backward`, `step` (clip), `update`, or what is waited for, as in Waits. Updates in host memory run
+    beside what is named."""
     moving_in: bool
     moving_out: bool
     held: float

@@ -7,7 +7,6 @@ s * chunks + k.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -15,7 +14,7 @@ from typing import Protocol
 from offbench.offload.chunks import Chunk, plan_staging
 from offbench.offload.schedule import Schedule
 from offbench.planner.inputs import Layout
-from offbench.planner.policy import Policy, written_in_forward
+from offbench.planner.policy import Policy, grows, written_in_forward
 
 LEAST_CHUNKS = 2
 """Least staging of arm stream, in chunks: one moves in while another is written back."""
@@ -110,20 +109,21 @@ class Ring:
 class Arena:
     """Staging by bytes: a chunk's memory is taken as it begins to move in and free when it is written back.
 
-    Without prefetch these are the rules of `offload.flow`: staging grows into gradients up to `loss_bytes`, and what
-    no memory waits for is written back after the last move-in.
+    Without prefetch these are the rules of `offload.flow`: staging grows into gradients, at the pace that takes it to
+    `loss_bytes`, and what no memory waits for is written back after the last move-in.
     """
 
     nbytes: int | None = None
 
     def __init__(self, policy: Policy, staging_bytes: int, layout: Layout, moving: Sequence[Chunk]) -> None:
         sizes = [chunk.nbytes for chunk in moving]
-        self._gradients, self._prefetch = layout.gradients, policy.prefetch
-        least = 0 if policy.prefetch else LEAST_CHUNKS * max(sizes, default=0)
-        self._staging = max(staging_bytes, least)
-        self.forced = written_in_forward(replace(policy, staging_bytes=self._staging), sizes, layout.gradients)
-        capped = policy.loss_bytes is not None and not policy.prefetch
-        self._most = max(self._staging, policy.loss_bytes or 0) if capped else math.inf
+        self._prefetch = policy.prefetch
+        self._total = sum(sizes)
+        least = min(self._total, LEAST_CHUNKS * max(sizes, default=0))
+        self._staging = staging_bytes if policy.prefetch else min(self._total, max(staging_bytes, least))
+        policy = replace(policy, staging_bytes=self._staging)
+        self._growth = grows(policy, layout.nbytes, layout.gradients)
+        self.forced = written_in_forward(policy, sizes, self._growth, layout.nbytes - self._total)
         self._moves, self._states = Sums(sizes), Sums([chunk.nbytes for chunk in layout.chunks])
 
     def may_move_in(self, at: Progress) -> bool:
@@ -138,7 +138,11 @@ class Arena:
         return at.loaded < at.queued and self._is_due(at) and not self._fits(at)
 
     def held(self, at: Progress) -> float:
-        return self._moves.upto(at.loaded + at.moving_in) - self._moves.upto(at.written)
+        staged = self._moves.upto(at.loaded + at.moving_in) - self._moves.upto(at.written)
+        if self._prefetch or at.backwards != at.begun:
+            return staged
+        # From step() on the memory is set aside; what is written back by then returns when the next backward begins.
+        return max(staged, min(self._total, self._staging + self._growth * self.freed(at)))
 
     def freed(self, at: Progress) -> float:
         return self._states.since_step(at)
@@ -154,7 +158,7 @@ class Arena:
         before = self._moves.upto(at.loaded) - self._moves.upto(at.written)
         after = self._moves.upto(at.loaded + 1) - self._moves.upto(at.written)
         # A chunk larger than all staging moves alone.
-        return before == 0 or after <= min(self._most, self._staging + self._gradients * freed)
+        return before == 0 or after <= self._staging + self._growth * freed
 
 
 class Sums:

@@ -5,6 +5,8 @@ Note [What is modelled]
     those of Note [Who waits for whom] in `offload/engine.py`; `room` decides whether memory lets a chunk move.
     Copies share the link as a fluid: `Links.now`. An update takes its share of the GPU, so forward and backward
     stand still while it runs: AdamW is bound by memory bandwidth and gains nothing beside them.
+    An update in host memory is its own copy: nothing is staged, it takes as long as the link makes it
+    (`Links.in_place`), and forward runs beside it on the multiprocessors that its programs leave.
     What the compute stream does and waits for, and when the host queues chunks: Notes in `tasks`.
     Not modelled: launch cost, other users of the link.
 """
@@ -17,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from offbench.offload.schedule import Schedule
-from offbench.planner.inputs import Compute, Footprint, Layout, Links
+from offbench.planner.inputs import MULTIPROCESSORS, PROGRAMS, Compute, Footprint, Layout, Links
 from offbench.planner.policy import Policy
 from offbench.planner.result import Simulated, Span, Waits
 from offbench.planner.room import Progress, Sums, make_room, resident
@@ -27,8 +29,8 @@ MOST_STEPS = 40
 """Steps after which step times that do not repeat are averaged."""
 SAME = 1e-9
 """Two numbers this close, relatively, are one: step times that repeat, and ends at the same moment."""
-BEHIND = 2
-"""Bulk copies that a small one waits for: Note [Small copies] in `tasks`."""
+BEHIND = (1, 2)
+"""Bulk copies that small ones wait for, in turn: Note [Small copies] in `tasks`."""
 
 
 def simulate(
@@ -49,6 +51,8 @@ def simulate(
     small_copies_wait: which of a trainer's own small copies wait behind bulk ones; True: all of them.
     """
     policy, used = Policy.of(schedule), footprint or Footprint()
+    if policy.loss_bytes is None and policy.write_back == "backward" and not policy.prefetch:
+        policy = replace(policy, loss_bytes=used.left_at_loss)
     all_or_none = SmallCopies(bool(small_copies_wait), bool(small_copies_wait))
     small = small_copies_wait if isinstance(small_copies_wait, SmallCopies) else all_or_none
     if not schedule.offloaded:
@@ -76,20 +80,28 @@ class _Run:
         self.small, self.used, self.spans = small, used, spans
         kept = resident(layout, policy)
         # Resident chunks lead the queues, so bytes that take no time there change nobody's order.
-        moving = [replace(chunk, nbytes=0) if chunk.index < kept else chunk for chunk in layout.chunks]
+        in_place = policy.update == "host_memory"
+        still = len(layout.chunks) if in_place else kept
+        moving = [replace(chunk, nbytes=0) if chunk.index < still else chunk for chunk in layout.chunks]
         self.kept, self.resident = kept, sum(chunk.nbytes for chunk in layout.chunks[:kept])
+        self.beside = range(kept, still)
+        """Chunks whose updates run beside the forward."""
         self.sizes = sizes = [chunk.nbytes for chunk in moving]
         self.count, self.total = len(sizes), layout.nbytes
         self.moves = Sums(sizes)
         self.room = make_room(policy, layout, moving)
         update = 0.0 if hidden else compute.update
         self.update_s = [update * chunk.nbytes / self.total for chunk in layout.chunks]
+        for index in self.beside:
+            self.update_s[index] = max(self.update_s[index], 2 * layout.chunks[index].nbytes / links.in_place)
         self.now = 0.0
         self.at = Progress(self.count)
         self.left_in, self.left_out = float(sizes[0]), float(sizes[0])
         self.left_update = self.update_s[0]
         self.task, self.began = Task(0.0), 0.0
-        self.waited = dict.fromkeys(("move_in", "slot", "write_back", "small"), 0.0)
+        self.held_up = 0
+        """Small copies of this step that have waited."""
+        self.waited = dict.fromkeys(("move_in", "slot", "write_back", "small", "slowed"), 0.0)
         self.peak_state = self.peak = self.at_loss = self.at_end = 0.0
 
     def steady(self) -> Simulated:
@@ -101,7 +113,7 @@ class _Run:
             began = self.now
             self.waited = dict.fromkeys(self.waited, 0.0)
             self.peak_state = self.peak = 0.0
-            self.began = began
+            self.began, self.held_up = began, 0
             if self.spans is not None:
                 self.spans.clear()
             for task in tasks(
@@ -130,6 +142,7 @@ class _Run:
             sum(w.slot for w in waits) / n + short,
             sum(w.write_back for w in waits) / n,
             sum(w.small for w in waits) / n,
+            sum(w.slowed for w in waits) / n,
         )
         state = (self.peak_state, self.at_end, self.at_loss)
         peak_state, at_end, at_loss = (self.resident + round(nbytes) for nbytes in state)
@@ -163,9 +176,10 @@ class _Run:
         may = self._may_move_in if inward else self._may_move_out
         if not may():
             return
+        self.held_up += 1
         moved = self._moved(inward)
         later = (end for end in self._copy_ends(inward) if end > moved + SAME * self.total)
-        stop = next(itertools.islice(later, BEHIND - 1, None), math.inf)
+        stop = next(itertools.islice(later, BEHIND[self.held_up % len(BEHIND)] - 1, None), math.inf)
         while may() and (left := stop - self._moved(inward)) > SAME * self.total:
             rates = self.links.now(self._may_move_in(), self._may_move_out())
             self._advance(None, "small", within=left / rates[0 if inward else 1])
@@ -177,11 +191,10 @@ class _Run:
 
     def _copy_ends(self, inward: bool) -> Iterator[float]:
         """`_moved` at the end of the copy at work and of those after it, for as many chunks as a step has."""
-        number, repeat = self.at.loaded if inward else self.at.written, self.small.repeat
+        number = self.at.loaded if inward else self.at.written
         for later in range(number, number + self.count):
-            start, size = self.moves.upto(later), self.sizes[later % self.count]
-            for copy in range(math.ceil(repeat) if size else 0):
-                yield start + size * min(1.0, (copy + 1) / repeat)
+            if size := self.sizes[later % self.count]:
+                yield self.moves.upto(later) + size
 
     def _may_move_in(self) -> bool:
         return self.at.loaded < self.at.queued and self.room.may_move_in(self.at)
@@ -200,14 +213,17 @@ class _Run:
         """Go to the next moment at which something ends, `within` seconds at most. left: seconds of the running task,
         None while it waits; returns what is left of it."""
         moving_in, updating, moving_out = self._may_move_in(), self._may_update(), self._may_move_out()
+        beside = updating and self.at.updated % self.count in self.beside
+        alone = updating and not beside
+        pace = 1 - PROGRAMS / MULTIPROCESSORS if beside else 1.0
         rate_in, rate_out = self.links.now(moving_in, moving_out)
         ends = []
         if moving_in:
             ends.append(self.left_in / rate_in)
         if updating:
             ends.append(self.left_update)
-        elif left is not None:
-            ends.append(left)
+        if left is not None and not alone:
+            ends.append(left / pace)
         if moving_out:
             ends.append(self.left_out / rate_out)
         assert ends, f"{self.policy.name}: chunk {self.at.loaded % self.count} is waited for, but nothing runs"
@@ -215,16 +231,17 @@ class _Run:
         over = passed * (1 + SAME)
         self.at.moving_in = moving_in
         self._remember(left)
-        waits_for = waits_for or self._waits_for(moving_in)
+        waits_for = waits_for or self._waits_for(moving_in or beside)
         if self.spans is not None:
-            doing = "update" if updating else waits_for if left is None else self.task.phase
+            doing = "update" if alone else waits_for if left is None else self.task.phase
             start, held = self.now - self.began, self.resident + self.room.held(self.at)
             self.spans.append(Span(start, start + passed, doing, moving_in, moving_out, held))
         self.now += passed
-        if left is None and not updating:
+        if left is None and not alone:
             self.waited[waits_for] += passed
-        if left is not None and not updating:
-            left = 0.0 if left <= over else left - passed
+        if left is not None and not alone:
+            self.waited["slowed"] += passed * (1 - pace)
+            left = 0.0 if left <= over * pace else left - passed * pace
         self._remember(left)
         self._progress(passed, over, rate_in if moving_in else 0, updating, rate_out if moving_out else 0)
         return 0.0 if left is None else left

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from offbench import arms
 from offbench.errors import UsageError
 from offbench.floor import Capacity, Flow, loads
 from offbench.machine_floor import capacities, path
+from offbench.offload.schedule import Schedule
 from offbench.planner.inputs import Compute, Links
 from offbench.record import RunRecord
 from offbench.topology.links import Rate
@@ -70,6 +73,14 @@ def _empty(capacity: Capacity) -> bool:
 def _shared(share: float, link: str, ranks: int, rate: Rate) -> str:
     origin = rate.source if rate.source.startswith(rate.kind) else f"{rate.kind}, {rate.source}"
     return f"{link} {rate.bytes_s / GIB:.1f} / {ranks} ({origin})"
+
+
+def schedule_of(record: RunRecord) -> Schedule:
+    """What a record's arm ran. How far its staging grew, where the engine found that out itself, is in the record."""
+    schedule = arms.ARMS[record.spec.arm.name].schedule(record.spec.arm)
+    if schedule.write_back == "backward" and schedule.loss_bytes is None and record.peak.staging_bytes:
+        return replace(schedule, loss_bytes=record.peak.staging_bytes)
+    return schedule
 
 
 def baseline(records: Sequence[RunRecord], like: RunRecord | None = None) -> list[RunRecord]:

@@ -8,10 +8,10 @@ Note [The host's pace]
 Note [Small copies]
     With stock FSDP2 the gathers of a unit and of its experts each begin with uploads of pointer tables, in forward and
     in backward, where the unit is computed again. They are served by the copy engine of the bulk copies, which stays
-    with a stream that has work ready (torchrec#4303, #4315). An upload waits for the move-in at work and for the next
-    one, if that is ready by then, as if the engine had taken it already; a read-back for write-backs alike. That it is
-    two is inferred from our rows: they are met within 5 % with two or three, best with two, and missed by -14 % with
-    one and by +7 % with all that are ready.
+    with a stream that has work ready (torchrec#4303, #4315). An upload waits for the move-in at work and, every other
+    time, for the next one, if that is ready by then: the engine may have taken it already. A read-back waits for
+    write-backs alike, a chunk's repeats on an emulated link being one copy. The share of one half is inferred from our
+    overlap rows: all are met within 5 % with it, and missed by up to -14 % with none of it, and +7 % with all.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ class SmallCopies:
     """FSDP2's pointer tables, behind move-in: stock FSDP2."""
     readbacks: bool = False
     """Expert counts, behind write-back."""
-    repeat: float = 1.0
-    """Copies made of each byte, above 1 on an emulated link: every repeat is a bulk copy of its own."""
 
     @property
     def any(self) -> bool:

@@ -44,6 +44,7 @@ WHAT_IF_COLUMNS = (
 
 LATE = ("overlap", "stream")
 """Arms that copy beside forward and backward."""
+IN_PLACE = "exposed of zerocopy: also forward slowed by its kernel's multiprocessors, less AdamW, which runs beside it"
 INDENT, WIDTH = " " * 11, 110
 KERNEL = (
     "Times hold with --fsdp-copies kernel --readbacks kernel: otherwise small copies wait behind bulk ones, and "
@@ -71,7 +72,9 @@ def plan_lines(
     yield from table(COLUMNS, [_row(row, found[0], inputs, row in front) for row in found])
     yield "* no other row is as fast with as little memory; budget, state (when backward ends) and peak in GiB"
     yield "exposed = step - none = wait in + wait out + small; budget: --state-budget, state that stays on the GPU"
-    yield "names of stream: --staging, and to --at-loss when the forward ends; without that it grows as far as it gets"
+    yield "names of stream: --staging, and to --at-loss when the forward ends; without that to what raises no peak"
+    if any(row.arm.name == "zerocopy" for row in found):
+        yield from prose(IN_PLACE)
     if job.model is None or job.seq_len is None:
         yield "peak: parameters, gradients and state; activations are not in it"
     yield ""
@@ -102,6 +105,8 @@ def recommendation(inputs: Inputs, choice: Choice) -> Iterator[str]:
     yield from prose(f"Take {choice.candidate.name}: {choice.reason}.")
     if choice.candidate.arm.name in LATE and not inputs.small.any:
         yield from prose(KERNEL)
+    if unproven := arms.ARMS[choice.candidate.arm.name].unproven:
+        yield from prose(f"{choice.candidate.arm.name} is {unproven}.")
     if inputs.job.model is None:
         budget = f" with {gib(choice.candidate.budget)} GiB of state on the GPU" if choice.candidate.budget else ""
         yield f"In your trainer: the schedule of arm {choice.candidate.name}{budget} (docs/using-the-optimizer.md)."

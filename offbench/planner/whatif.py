@@ -51,7 +51,10 @@ class Outcome:
 def setting(inputs: Inputs) -> Setting:
     """What schedules are simulated in."""
     job = inputs.job
-    return Setting(cache(job.cut), inputs.compute, inputs.links, job.chunk_bytes, job.footprint, inputs.small)
+    in_place = inputs.emulated is None
+    return Setting(
+        cache(job.cut), inputs.compute, inputs.links, job.chunk_bytes, job.footprint, inputs.small, in_place
+    )
 
 
 def outcome(name: str, inputs: Inputs, target: float) -> Outcome:

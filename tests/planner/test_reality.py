@@ -9,8 +9,8 @@ import pytest
 
 from offbench.arms import ARMS
 from offbench.planner.ideal import policy_ideal
-from offbench.planner.reality import CLOSE, UNKNOWN, Compared, against, waiting
-from offbench.planner.sources import baseline, compute_of_records
+from offbench.planner.reality import CLOSE, UNKNOWN, UNSTEADY, Compared, against, waiting
+from offbench.planner.sources import baseline, compute_of_records, schedule_of
 from offbench.planner.tasks import SmallCopies
 from offbench.record import RunRecord
 from offbench.results_file import read_records
@@ -21,6 +21,7 @@ NATIVE, EMULATED, COPIES = (
     read_records([RESULTS / f"h200-rehearsal-{name}.jsonl"]).records
     for name in ("native", "emulated-38.8", "fsdp-copies")
 )
+STREAM = read_records([RESULTS / "h200-stream-first.jsonl"]).records
 
 
 def compared(records: list[RunRecord]) -> list[Compared]:
@@ -44,8 +45,8 @@ def test_published_rows_are_within_five_percent_or_have_a_reason() -> None:
         assert row.reason is None
     for row in (main, chunked, bounded, overlap):  # slower than local buffers allow, by what remote ones explain
         assert -0.13 < row.error < -CLOSE
-        # main and chunked within 2 %; overlap is 3.5 % off: which of its small copies wait is not known.
-        assert remote_s(row) == pytest.approx(row.actual_s, rel=0.036)
+        # main and chunked within 2 %; overlap is 3.6 % off: which of its small copies wait is not known.
+        assert remote_s(row) == pytest.approx(row.actual_s, rel=0.04)
 
 
 def test_the_published_overlap_is_what_it_is_because_uploads_wait() -> None:
@@ -62,12 +63,42 @@ def test_published_rows_with_activation_offload_as_well() -> None:
         assert remote_s(row) == pytest.approx(row.actual_s, rel=0.06)
 
 
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("h200-*.jsonl")), ids=lambda file: file.stem)
+def test_our_rows_are_within_five_percent_or_have_a_reason(file: Path) -> None:
+    records = read_records([file]).records
+    rows, skipped = against(records)
+    # Only what failed, or has no `none` beside it, cannot be compared.
+    assert all("left out, status" in line or "no row of arm none" in line for line in skipped)
+    assert rows or len(skipped) == len(records)
+    for row in rows:
+        assert row.reason != UNKNOWN
+        assert (abs(row.error) <= CLOSE) == (row.reason is None)
+
+
 @pytest.mark.parametrize("records", [NATIVE, EMULATED, COPIES], ids=["native", "emulated", "fsdp copies"])
-def test_our_rows_are_within_five_percent(records: list[RunRecord]) -> None:
+def test_synchronous_rows_are_within_three_percent(records: list[RunRecord]) -> None:
     rows = compared(records)
     assert len(rows) == len(records)
-    assert all(abs(row.error) <= CLOSE and row.reason is None for row in rows)
     assert all(abs(row.error) <= 0.025 for row in rows if not row.name.startswith("overlap"))
+
+
+def test_stream_rows_are_simulated_with_the_staging_they_held_and_peak_where_they_did() -> None:
+    none, native, roomy, emulated = STREAM
+    for row in (native, roomy, emulated):
+        assert schedule_of(row).loss_bytes == (row.spec.arm.loss_bytes or row.peak.staging_bytes)
+    assert schedule_of(none) == ARMS["none"].schedule(none.spec.arm)
+    # `none` copies nothing, so that of the native link gives the times of the emulated row as well.
+    assert [row.simulated_s for row in compared(STREAM)] == pytest.approx([1.894, 1.894, 1.930, 2.008], abs=0.001)
+
+
+def test_a_row_of_an_unsteady_machine_says_so() -> None:
+    none, native, *_ = STREAM
+    slow = [native.steps[0].model_copy(update={"step_s": seconds}) for seconds in (1.94, 1.95, 2.11, 2.2)]
+    unsteady = native.model_copy(update={"steps": slow, "step_s": 2.05})
+    found, _ = against([none, unsteady])
+    assert found[-1].reason == f"{UNSTEADY} 1.940 to 2.200 s, and of the fastest the error is -2.3 %"
+    steady = native.model_copy(update={"steps": slow[2:], "step_s": 2.15})
+    assert against([none, steady])[0][-1].reason == UNKNOWN
 
 
 def test_our_overlap_rows_need_the_small_copies_to_wait() -> None:
@@ -86,8 +117,6 @@ def test_which_small_copies_wait_is_read_from_the_record() -> None:
     silent = overlap.spec.workload.model_copy(update={"count_readback": False})
     spec = overlap.spec.model_copy(update={"arm": fixed, "workload": silent})
     assert waiting(overlap.model_copy(update={"spec": spec})) == SmallCopies()
-    slow = next(r for r in EMULATED if r.spec.arm.name == "overlap")
-    assert waiting(slow).repeat == slow.moved.copy_repeat == pytest.approx(2.0, abs=0.01)
 
 
 def test_a_policy_ideal_is_the_records_own_schedule_without_small_copies() -> None:
@@ -142,12 +171,16 @@ def test_a_row_far_off_for_no_known_reason_says_so() -> None:
     assert found[-1].error == pytest.approx(-0.5, abs=0.02)
 
 
-def test_a_row_whose_updates_are_the_copies_is_left_out_by_name() -> None:
+def test_a_row_whose_updates_are_the_copies_is_simulated_too() -> None:
     overlap = next(r for r in NATIVE if r.spec.arm.name == "overlap")
     spec = overlap.spec.model_copy(update={"arm": ARMS["zerocopy"].resolve()})
-    found, skipped = against([*NATIVE, overlap.model_copy(update={"spec": spec})])
-    assert found
-    assert skipped[-1] == "zerocopy: left out, updates in host memory are not simulated"
+    row = overlap.model_copy(update={"spec": spec})
+    found, skipped = against([*NATIVE, row])
+    assert not skipped
+    assert found[-1].name == "zerocopy"
+    # No copy engine takes part, so nothing waits behind it; and its ideal is all it is.
+    assert found[-1].simulated_s == pytest.approx(found[-1].free_s)
+    assert policy_ideal(row, baseline(NATIVE)) == pytest.approx(found[-1].free_s, rel=0.01)
 
 
 def test_rows_without_a_baseline_or_a_time_are_named() -> None:

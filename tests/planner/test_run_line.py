@@ -21,7 +21,7 @@ from tests.planner.test_command import GIB, NATIVE, SEED, inputs, lines, planned
     ("more", "arm"),
     [
         ((), "stream"),
-        (("--target", "1.4", "--state-budget", "4GiB", "--fsdp-copies", "stock"), "stream"),
+        (("--target", "1.4", "--state-budget", "4GiB", "--fsdp-copies", "stock"), "zerocopy"),
         (("--target", "3.2", "--seq-len", "8192", "--fsdp-copies", "stock", "--readbacks", "copy"), "chunked"),
     ],
 )
@@ -53,6 +53,7 @@ def test_the_recommended_command_is_one_that_runs(
         ("overlap", 8, 0, False),  # --slots 8 would hold for chunked as well
         ("stream", None, 0, True),
         ("stream", None, 7, True),
+        ("zerocopy", None, 4, True),
     ],
 )
 def test_the_command_offered_runs_what_was_simulated(
@@ -68,11 +69,13 @@ def test_the_command_offered_runs_what_was_simulated(
     specs = resolve(seen[0], host(gpus=8, host_gib=2000)).specs
     assert [spec.arm for spec in specs] == list(dict.fromkeys(row.model_copy(update=late) for row in rows))
     cap = ARMS[arm].schedule(specs[-1].arm).chunk_bytes
-    assert cap == (GIB if arm == "main" else GIB // 4)
+    assert cap == (GIB if arm in {"main", "zerocopy"} else GIB // 4)
     assert at.simulate(Policy.of(ARMS[arm].schedule(specs[-1].arm))) == taken.simulated
 
 
 def test_a_plan_of_an_emulated_record_is_measured_on_the_same_link(capsys: pytest.CaptureFixture[str]) -> None:
     emulated = NATIVE.with_name("h200-rehearsal-emulated-38.8.jsonl")
-    assert lines(capsys, "--record", str(emulated))[-1].endswith(" --emulate-link 38.8GiB/s")
+    shown = lines(capsys, "--record", str(emulated))
+    assert shown[-1].endswith(" --emulate-link 38.8GiB/s")
+    assert not any("zerocopy" in line for line in shown)  # it makes no copies that could be repeated
     assert "--emulate-link" not in lines(capsys, "--record", str(emulated), "--from", "seed-8xh200")[-1]

@@ -36,6 +36,9 @@ rates = st.builds(
     st.floats(2, 100),
     st.floats(0, 1),
 )
+even_rates = st.builds(
+    lambda one, share: Links(one * GIB, one * GIB, (1 + share) * one * GIB), st.floats(2, 100), st.floats(0, 1)
+)
 times = st.builds(Compute, st.floats(0.01, 3), st.floats(0.01, 3), st.floats(0, 0.3), st.floats(0, 0.1))
 
 
@@ -79,11 +82,12 @@ def test_a_step_is_never_below_its_compute_or_its_copies_and_waits_explain_the_r
     slots=st.integers(1, 8),
     layout=st.integers(1, 40).map(lambda count: equal_chunks(count * GIB, count)),
     compute=times,
-    links=rates,
+    links=even_rates,
 )
 def test_more_slots_for_equal_chunks_are_never_slower(
     arm: str, slots: int, layout: Layout, compute: Compute, links: Links
 ) -> None:
+    # Rates alike each way: with 8 in, 9 out and 9 in all, a chunk that comes in alone leaves some of the link idle.
     few, many = (simulate(schedule(arm, slots=n), layout, compute, links) for n in (slots, slots + 1))
     assert many.step_s <= few.step_s * ROUNDING
 
@@ -242,30 +246,20 @@ LATE_READER = replace(equal_chunks(8 * GIB, 8), last_chunk=(0, 7), shares=(0.5, 
 EAGER = schedule("overlap", slots=8, lead=8)
 
 
-@pytest.mark.parametrize(
-    ("small", "waits_s"),
-    [
-        # Up at 1 s: behind chunks 1 and 2, to 3 s; up again at 3.5 s: behind chunks 3 and 4, to 5 s.
-        (SmallCopies(uploads=True), 2 + 1.5),
-        # Each byte twice, so copies of 0.5 s: from 1 to 2 s, from 2.5 to 3.5 s.
-        (SmallCopies(uploads=True, repeat=2), 1 + 1),
-        # Every other byte twice: a chunk is a copy of 2/3 s and one of 1/3 s. From 1 to 2 s, from 2.5 to 3 s.
-        (SmallCopies(uploads=True, repeat=1.5), 1 + 0.5),
-    ],
-)
-def test_an_upload_waits_for_the_move_in_at_work_and_the_next_one(small: SmallCopies, waits_s: float) -> None:
+def test_an_upload_waits_for_the_move_in_at_work_and_every_other_time_for_the_next_one() -> None:
+    # Up at 1 s: behind chunks 1 and 2, to 3 s; up again at 3.5 s: behind chunk 3, to 4 s.
     # The last unit comes when all has moved in; in backward nothing moves in.
     compute, links = Compute(2, 99, 0), Links(GIB, GIB, 2 * GIB)
-    found = simulate(EAGER, LATE_READER, compute, links, small_copies_wait=small)
-    assert found.waits.small == pytest.approx(waits_s)
+    found = simulate(EAGER, LATE_READER, compute, links, small_copies_wait=SmallCopies(uploads=True))
+    assert found.waits.small == pytest.approx(2 + 0.5)
 
 
 def test_a_read_back_waits_for_write_backs() -> None:
     # Out is half as fast: chunk 0 goes from 1 to 3 s, chunk 1 to 5, ... Up at 1.5 s in the middle of the first unit,
-    # and, since the last one begins at 8 s, at 8.5: to the end of chunk 1 at 5 s, and of chunk 4 at 11 s.
+    # and, since the last one begins at 8 s, at 8.5: to the end of chunk 1 at 5 s, and of chunk 3 at 9 s.
     compute, links = Compute(2, 99, 0), Links(GIB, GIB / 2, 1.5 * GIB)
     found = simulate(EAGER, LATE_READER, compute, links, small_copies_wait=SmallCopies(readbacks=True))
-    assert found.waits.small == pytest.approx(3.5 + 2.5)
+    assert found.waits.small == pytest.approx(3.5 + 0.5)
 
 
 def test_every_arm_of_a_deep_model_is_simulated_in_well_under_a_second() -> None:
