@@ -53,8 +53,9 @@ def _state(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
             return f"rank {report.rank} holds {device + host} bytes of state, {need}"
         if spec.mode.device == "cpu":  # one memory: nothing to tell apart
             continue
-        if schedule.offloaded and device > schedule.resident_bytes:
-            return f"rank {report.rank} keeps {device} bytes of state on the device, allowed {schedule.resident_bytes}"
+        allowed = schedule.resident_bytes if report.state_budget is None else report.state_budget
+        if schedule.offloaded and device > allowed:
+            return f"rank {report.rank} keeps {device} bytes of state on the device, allowed {allowed}"
         if not schedule.offloaded and host:
             return f"rank {report.rank} keeps {host} bytes of state in host memory"
     return None

@@ -135,7 +135,8 @@ def run(
     ] = None,
     chunk: Annotated[str | None, typer.Option(help="Largest chunk of state moved at once, as in 1GiB.")] = None,
     state_budget: Annotated[
-        str | None, typer.Option(help="Optimizer state that stays on the GPU, as in 4GiB: the first layers'.")
+        str | None,
+        typer.Option(help="State that stays on the GPU, as in 4GiB: the first layers'. auto: what hides the copies."),
     ] = None,
     pieces: Annotated[
         int | None, typer.Option(help="Parts in which a chunk moves and updates; 1 is upstream's (4).")

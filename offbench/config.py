@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -87,8 +87,9 @@ class ArmSpec(Frozen):
     chunk_bytes: int | None = Field(default=None, ge=4096)
     """Largest chunk of state moved at once; a larger parameter is a chunk alone. This and every field below
     is null in arms that do not use it (`Arm.resolve` in `offbench.arms` fills in the arm's defaults)."""
-    state_budget: int | None = Field(default=None, ge=0)
-    """Bytes of state that stay on the GPU: the leading chunks, whole."""
+    state_budget: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
+    """Bytes of state that stay on the GPU: the leading chunks, whole. auto: what should hide all copies, as far as the
+    GPU has room, measured in the warm-up (`offbench.auto_budget`)."""
     pieces: int | None = Field(default=None, ge=1)
     """Parts in which a chunk moves and updates, so that its update hides behind its own copies; 1: whole."""
     slots: int | None = Field(default=None, ge=1)
@@ -97,13 +98,18 @@ class ArmSpec(Frozen):
     """stream: staging memory taken by step(), before gradient memory is taken over; null: two chunks."""
     loss_bytes: int | None = Field(default=None, ge=0)
     """stream: most staging memory, gradients' included, held when the forward ends; null: as much as raises no peak,
-    by the memory that the first forward and backward took."""
+    by the memory that every forward and backward so far took."""
     lead: int | None = Field(default=None, ge=1)
     """Chunks queued by step() itself."""
     ahead: int | None = Field(default=None, ge=0)
     """Chunks kept queued in front of the forward."""
     first_step: Literal["bounded", "whole"] | None = None
     """bounded: state moves by chunks from the first step on; whole: the first step holds all of it on the GPU."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """The state budget as far as it is known before the launch; 0 for auto, which takes only what is left then."""
+        return 0 if self.state_budget in (None, "auto") else int(self.state_budget)
 
 
 class Window(Frozen):

@@ -103,6 +103,15 @@ class Device(ABC):
     def used(self) -> int | None:
         """Bytes in use by the device's own count, all processes together."""
 
+    @abstractmethod
+    def limit(self) -> int | None:
+        """Most bytes that the caching allocator can hold now: what everything else on the device leaves of it, or, if
+        that is less, the share set by `set_per_process_memory_fraction`."""
+
+    @abstractmethod
+    def trim(self) -> None:
+        """Let the caching allocator give back what no tensor uses."""
+
 
 class CudaDevice(Device):
     """A CUDA GPU, reached through torch's device module. Constructing it without an index initialises CUDA."""
@@ -160,6 +169,14 @@ class CudaDevice(Device):
         free, total = self._module.mem_get_info(self.torch_device)
         return int(total - free)
 
+    def limit(self) -> int | None:
+        free, total = self._module.mem_get_info(self.torch_device)
+        share = self._module.get_per_process_memory_fraction(self.torch_device)
+        return min(int(free + self._module.memory_reserved(self.torch_device)), int(share * total))
+
+    def trim(self) -> None:
+        self._module.empty_cache()
+
 
 class CpuDevice(Device):
     """The CPU: work is done when a call returns, and nothing counts its tensors."""
@@ -201,6 +218,12 @@ class CpuDevice(Device):
 
     def used(self) -> int | None:
         return None
+
+    def limit(self) -> int | None:
+        return None
+
+    def trim(self) -> None:
+        """There is no cache."""
 
 
 class ScalarReader:

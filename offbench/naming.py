@@ -10,8 +10,9 @@ from offbench.units import gib, show_size
 from offbench.workload.presets import PRESETS
 
 
-def axes(spec: RunSpec, numa: str | None = None) -> str:
-    """What sets this row apart from its arm's defaults; `numa` is what the worker did about --numa."""
+def axes(spec: RunSpec, numa: str | None = None, auto_budget: int | None = None) -> str:
+    """What sets this row apart from its arm's defaults; `numa` is what the worker did about --numa, `auto_budget` the
+    bytes that it made of --state-budget auto."""
     arm, usual = spec.arm, ARMS[spec.arm.name].defaults if spec.arm.name in ARMS else {}
     shape = PRESETS.get(spec.workload.model)
     parts = []
@@ -31,7 +32,8 @@ def axes(spec: RunSpec, numa: str | None = None) -> str:
     if arm.chunk_bytes is not None and arm.chunk_bytes != (shape.chunk_bytes if shape else None):
         parts.append(f"chunk {show_size(arm.chunk_bytes)}")
     if arm.state_budget:
-        parts.append(f"state budget {show_size(arm.state_budget)}")
+        found = "" if auto_budget is None else f" = {gib(auto_budget)} GiB"
+        parts.append("state budget " + (f"auto{found}" if arm.state_budget == "auto" else show_size(arm.state_budget)))
     for name, size in (("staging", arm.staging_bytes), ("at loss", arm.loss_bytes)):
         if size is not None:
             parts.append(f"{name} {show_size(size)}")

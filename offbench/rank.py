@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from offbench import arms, bandwidth, environment, profiler
+from offbench.auto_budget import AutoBudget
 from offbench.config import GIB, RunSpec
 from offbench.device import Device
 from offbench.estimate import estimate
@@ -21,7 +22,7 @@ from offbench.hardware import load_nvml
 from offbench.offload import OffloadedAdamW
 from offbench.offload.hoststore import HostStore
 from offbench.offload.small_copies import KernelCopies, kernel_copies
-from offbench.rank_report import describe, hand_over, meet
+from offbench.rank_report import describe, hand_over, meet, tell
 from offbench.record import Link, SmallCopies, Split
 from offbench.replica import ReplicaLog
 from offbench.small_watch import SmallCopyWatch
@@ -71,8 +72,13 @@ def _run(
 
     recorder = WindowRecorder(device, spec.window.warmup, spec.window.steps, spec.arm.readbacks)
     log = TrafficLog(optimizer, device)
+
+    def told(text: str) -> list[str]:
+        return tell("auto budget", text, local_rank, spec.mode.nproc)
+
+    auto = AutoBudget.asked(spec, optimizer, recorder, device, link, told)
     meet("before the first step", spec.mode.nproc)
-    train(job, optimizer, recorder, log, replica, progress, env)
+    train(job, optimizer, recorder, log, replica, progress, env, auto)
 
     progress.enter("drain")
     recorder.close(optimizer.drain)
@@ -86,6 +92,9 @@ def _run(
     report.link = link
     report.env = env | {"affinity_after": environment.cpu_list(os.sched_getaffinity(0))}
     report.warnings = [*(str(warning.message) for warning in caught), *where.warnings]
+    if auto is not None:
+        report.state_budget = auto.chosen
+        report.warnings += auto.warnings
     hand_over(spec, report, local_rank, out)
     optimizer.detach()
     dist.destroy_process_group()
@@ -175,6 +184,7 @@ def train(
     replica: ReplicaLog | None,
     progress: Progress,
     env: dict[str, Any],
+    auto: AutoBudget | None = None,
 ) -> None:
     """Warm-up and window. The GPU's condition is read under load, in the last warm-up step."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -185,6 +195,8 @@ def train(
             env.update(environment.gpu_state(bus_id, load_nvml()))
 
     for step in range(recorder.total):
+        if auto is not None:
+            auto.before(step)
         phase = "warmup" if step < recorder.warmup else "measure"
         loaded = under_load if step + 1 == recorder.warmup else None
         train_step(job, optimizer, scheduler, recorder, replica, step, loaded)

@@ -62,6 +62,8 @@ class RankReport:
     activations: tuple[int, int, int]
     """Bytes of activations moved out and in, and planned each way, over all steps."""
     expert_load: float | None
+    state_budget: int | None = None
+    """Bytes that --state-budget auto came to."""
     kernel_copies: int = 0
     """Reduce-scatter copy-ins that went through our kernels instead of FSDP2's."""
     kernel_reads: int = 0
@@ -175,6 +177,15 @@ def meet(where: str, nproc: int) -> None:
     shared.wait([f"offbench/{where}/all"])
 
 
+def tell(where: str, text: str, rank: int, nproc: int) -> list[str]:
+    """Say `text` to every process of the launch, and wait for what they say; in rank order."""
+    if nproc == 1:
+        return [text]
+    shared = store()
+    shared.set(f"offbench/{where}/{rank}", text)
+    return [shared.get(f"offbench/{where}/{other}").decode() for other in range(nproc)]
+
+
 def hand_over(spec: RunSpec, report: RankReport, local_rank: int, out: Path) -> None:
     """Give the report to rank 0, which writes the launch's result."""
     if local_rank:
@@ -221,6 +232,7 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "moved": first.moved,
         "small_copies": worst([r.small_copies for r in reports]),
         "state": first.state,
+        "state_budget_bytes": largest([r.state_budget for r in reports]),
         "host": host,
         "ranks": [r.pages for r in reports if r.pages is not None],
         "link": link,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from offbench.config import RunSpec
+from offbench.config import ArmSpec, RunSpec
 
 SCHEMA = 1
 
@@ -287,6 +287,8 @@ class RunRecord(Row):
     moved: Moved = Moved()
     small_copies: SmallCopies | None = None
     state: StateAt = StateAt()
+    state_budget_bytes: int | None = None
+    """What `--state-budget auto` came to; null where that was not asked for."""
     host: Host = Host()
     ranks: list[RankPages] = Field(default_factory=list)
     """One for each rank of this host."""
@@ -313,3 +315,9 @@ class RunRecord(Row):
     failure: Failure | None = None
     env: dict[str, Any] = Field(default_factory=dict)
     """Versions, hardware, clocks, limits and variables; see `offbench.environment`."""
+
+    @property
+    def ran(self) -> ArmSpec:
+        """The arm with the state budget that it ran with, also where the spec says `auto`."""
+        arm = self.spec.arm
+        return arm.model_copy(update={"state_budget": self.state_budget_bytes}) if arm.state_budget == "auto" else arm

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offbench import arms, estimate
+from offbench.auto_budget import LEAST_WARMUP
 from offbench.config import Mode, RunSpec, Window, Workload
 from offbench.errors import UsageError
 from offbench.hardware import Hardware
@@ -54,6 +55,7 @@ def resolve(options: Options, hardware: Hardware) -> Resolved:
     for spec in specs:
         check(spec, shape)
         _check_in_place(spec)
+        _check_auto(spec)
     notes += _about_mode(options, hardware, mode, shape)
     if options.layers is None and device == "cuda":
         specs, fitted = _fit(specs, hardware, shape)
@@ -171,6 +173,13 @@ def _check_in_place(spec: RunSpec) -> None:
         )
     if spec.workload.adamw != "fused":
         raise UsageError(f"--adamw {spec.workload.adamw}: arm {spec.arm.name} computes the bits of fused; use that")
+
+
+def _check_auto(spec: RunSpec) -> None:
+    """--state-budget auto on a GPU measures in the warm-up."""
+    w = spec.window.warmup
+    if spec.arm.state_budget == "auto" and spec.mode.device == "cuda" and w < LEAST_WARMUP:
+        raise UsageError(f"--warmup {w}: --state-budget auto needs {LEAST_WARMUP}, to measure and to settle in")
 
 
 def _about_mode(options: Options, hardware: Hardware, mode: Mode, shape: ModelShape) -> list[str]:

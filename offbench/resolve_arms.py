@@ -15,7 +15,7 @@ from offbench.workload.presets import ModelShape
 def arms_of(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
     """(arm, activation offload) of every launch of a round."""
     knobs: dict[str, Any] = {
-        "state_budget": None if options.state_budget is None else parse_size("--state-budget", options.state_budget),
+        "state_budget": _budget(options.state_budget),
         "pieces": options.pieces,
         "slots": options.slots,
         "staging_bytes": None if options.staging is None else parse_size("--staging", options.staging),
@@ -52,6 +52,16 @@ def arms_of(options: Options, shape: ModelShape) -> list[tuple[ArmSpec, bool]]:
     if not options.arm:
         specs = list(dict.fromkeys(specs))  # --numa makes two of the default arms equal
     return [(spec, options.activation_offload) for spec in specs]
+
+
+def _budget(text: str | None) -> int | str | None:
+    """Bytes, or `auto`, which a size would not name."""
+    if text is None or text == "auto":
+        return text
+    try:
+        return parse_size("--state-budget", text)
+    except UsageError as error:
+        raise UsageError(f"{error}, or auto") from error
 
 
 def _table(options: Options, chunk: int) -> list[tuple[ArmSpec, bool]]:

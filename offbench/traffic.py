@@ -20,6 +20,7 @@ class TrafficLog:
         self._optimizer = optimizer
         self._ledger = optimizer.ledger or Ledger()
         self._ledger.keep = True
+        self._before = (self._ledger.step, self._ledger.in_bytes, self._ledger.out_bytes)
         self._device = device
         self._notes: list[tuple[int, Stamp, dict[str, int], dict[str, int]]] = []
 
@@ -34,10 +35,14 @@ class TrafficLog:
         """Per direction what had completed, and what the steps still owed, at both ends. Call after the drain."""
         (first, *_), (last, *_) = self._notes
         planned = self._optimizer.bytes_per_step
+        # Of the steps before a step's bytes last changed nothing was owed any more.
+        steps, *moved = (max(0, a - b) for a, b in zip(self._ledger.settled, self._before, strict=True))
         ways = []
+        before = dict(zip(("in", "out"), moved, strict=True))
         for which in ("in", "out"):
             done = [self._completed(which, index) for index in (0, 1)]
-            ways.append(Traffic(which, done[0], done[1], first * planned - done[0], last * planned - done[1], planned))
+            owed = [(n - steps) * planned - (d - before[which]) for n, d in zip((first, last), done, strict=True)]
+            ways.append(Traffic(which, done[0], done[1], owed[0], owed[1], planned))
         return ways
 
     def moved(self, steps: int, copy_repeat: float) -> Moved:

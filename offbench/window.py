@@ -105,6 +105,10 @@ class WindowRecorder:
         """The stamps that end `phase` in the window, in order; under gradient accumulation several a step."""
         return [stamp for marks in self._marks[self.warmup :] for name, stamp in marks if name == phase]
 
+    def marks(self, step: int) -> list[tuple[PhaseName, Stamp]]:
+        """Phases of that step (from 0, warm-up counted) with the stamps that end them."""
+        return self._marks[step]
+
     def finished_step_s(self) -> float | None:
         """Seconds of the last step that is surely over, without a wait: for a progress display."""
         if self.done < 2:

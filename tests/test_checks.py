@@ -123,6 +123,9 @@ def test_the_moments_are_all_there_and_where_the_arm_keeps_them() -> None:
     assert bad(spec(), "state", state=half) == "rank 1 keeps 4000 bytes of state on the device, allowed 0"
     allowed = spec(state_budget=STATE // 2 - 1)
     assert bad(allowed, "state", state=half) == "rank 1 keeps 4000 bytes of state on the device, allowed 3999"
+    auto, most = spec(state_budget="auto"), STATE // 2
+    assert check_launch(auto, [report(state=half, state_budget=most)])["state"] == "ok"
+    assert bad(auto, "state", state=half, state_budget=most - 1).endswith("on the device, allowed 3999")
     seen = check_launch(spec("none"), [report(drained_bytes=None)])
     assert seen["state"] == "rank 0 keeps 8000 bytes of state in host memory"
 

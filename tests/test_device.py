@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from offbench.device import CpuDevice, Device, ScalarReader, peak_bf16_flops
+from offbench.device import CpuDevice, CudaDevice, Device, ScalarReader, peak_bf16_flops
 from offbench.errors import UsageError
 
 
@@ -19,8 +19,16 @@ def test_cpu_counts_nothing_and_never_says_zero() -> None:
     device = Device.of(torch.device("cpu"))
     device.reset_peaks()
     device.synchronize()
-    figures = (device.allocated, device.reserved, device.peak_allocated, device.peak_reserved, device.used)
-    assert [figure() for figure in figures] == [None] * 5
+    device.trim()
+    figures = (
+        device.allocated,
+        device.reserved,
+        device.peak_allocated,
+        device.peak_reserved,
+        device.used,
+        device.limit,
+    )
+    assert [figure() for figure in figures] == [None] * 6
     assert device.pci_bus_id is None
     assert device.name == "cpu"
 
@@ -67,6 +75,30 @@ def test_peak_flops_by_name(name: str, peak: float | None) -> None:
     assert peak_bf16_flops(name) == peak
 
 
+class Module:
+    """100 bytes, of which this process's allocator has reserved 30 and others use 20."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 50, 100
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 30
+
+    def get_per_process_memory_fraction(self, device: torch.device) -> float:
+        return self.share
+
+
+@pytest.mark.parametrize(("share", "limit"), [(1.0, 80), (0.9, 80), (0.5, 50)])
+def test_the_allocator_is_limited_by_other_users_and_by_its_own_share(share: float, limit: int) -> None:
+    device = object.__new__(CudaDevice)
+    device._module = Module(share)  # type: ignore[assignment]
+    device.torch_device = torch.device("cuda", 0)
+    assert device.limit() == limit
+
+
 @pytest.mark.gpu
 def test_cuda_identity_and_memory() -> None:
     device = Device.of(torch.device("cuda"))
@@ -83,6 +115,9 @@ def test_cuda_identity_and_memory() -> None:
     assert (device.used() or 0) >= (device.reserved() or 0) > 0
     device.reset_peaks()
     assert device.peak_allocated() == before
+    assert (device.reserved() or 0) < (device.limit() or 0)
+    device.trim()
+    assert (device.reserved() or 0) < (device.peak_reserved() or 0)
 
 
 @pytest.mark.gpu

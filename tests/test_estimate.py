@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from offbench import arms
 from offbench.config import GIB, Mode, RunSpec, Workload
 from offbench.estimate import cautions, estimate, fit_layers, shortfalls, staging_bytes, with_layers
-from offbench.offload.adamw import engine_of
 from offbench.offload.copies import Copier
+from offbench.offload.engines import engine_of
 from offbench.offload.flow import FlowEngine
 from offbench.offload.hoststore import HostStore
 from offbench.offload.streams import DeviceStreams
@@ -87,6 +87,15 @@ def test_staging_is_what_the_engine_takes(arm: str, cap: int) -> None:
     assert staging_bytes("tiny", 1, 1, 2, schedule) == taken > 0
     if cap == 1 << 12:
         assert taken >= max(chunk.nbytes for chunk in chunks) > cap
+
+
+def test_an_automatic_budget_is_planned_with_nothing_resident() -> None:
+    """It takes only what it finds free; all of the state is pinned before that."""
+    fixed, auto = (
+        big("stream").model_copy(update={"arm": arms.ARMS["stream"].resolve(state_budget=budget)})
+        for budget in (0, "auto")
+    )
+    assert estimate(auto) == estimate(fixed)
 
 
 @given(

@@ -449,6 +449,16 @@ def test_machine_formats_hold_every_option_of_an_arm() -> None:
     assert {named.get(field, field) for field in type(of.arm).model_fields} <= set(figures(groups[0].rows[0]))
 
 
+def test_a_row_says_what_an_automatic_budget_came_to() -> None:
+    of = chosen("stream", state_budget="auto")
+    launches = [record(of, launch=n, state_budget_bytes=nbytes) for n, nbytes in ((1, 3 * GIB), (2, 4 * GIB))]
+    (row,) = compare(launches)[0].rows
+    assert "state budget auto = 4.0 GiB" in row.axes
+    assert figures(row)["state_budget_bytes"] == 4 * GIB
+    (failed,) = compare([record(of, status="oom")])[0].rows
+    assert figures(failed)["state_budget_bytes"] is None
+
+
 def test_report_reads_files_and_warns_about_torn_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(record(spec()).model_dump_json() + '\n{"torn')

@@ -98,6 +98,17 @@ def test_world_processes_and_mode(options: Options, machine: Hardware, expected:
         ),
         (Options(slots=8, arm=("none",)), host(), "--slots: no chosen arm uses it (none)"),
         (Options(chunk="1KiB"), host(), "--chunk 1KiB: the smallest chunk is 4KiB"),
+        (
+            Options(state_budget="all", arm=("stream",)),
+            host(),
+            "--state-budget all: not a size; write a number and a unit, as in 512MiB or 1GiB, or auto",
+        ),
+        (Options(state_budget="auto", arm=("none",)), host(), "--state-budget: no chosen arm uses it (none)"),
+        (
+            Options(state_budget="auto", arm=("chunked",), warmup=4),
+            host(1),
+            "--warmup 4: --state-budget auto needs 5, to measure and to settle in",
+        ),
         (Options(layers=0), host(), "--layers 0: input should be greater than or equal to 1"),
         (Options(slots=0), host(), "--slots 0: input should be greater than or equal to 1"),
         (Options(ac="some"), host(), "--ac some: choose full or none"),
@@ -153,6 +164,14 @@ def test_options_reach_the_specs() -> None:
     assert (w.routing, w.adamw, w.max_norm, w.lr, w.activation_offload) == ("natural", "foreach", None, 0.1, True)
     assert overlap.mode.emulate_link == pytest.approx(38.8 * GIB)
     assert (overlap.window.warmup, overlap.window.steps) == (2, 3)
+
+
+def test_an_automatic_budget_has_a_name_of_its_own_and_needs_no_long_warm_up_without_a_gpu() -> None:
+    (auto,) = resolve(Options(arm=("stream",), state_budget="auto", warmup=1), host()).specs
+    (none,) = resolve(Options(arm=("stream",), warmup=1), host()).specs
+    assert auto.arm.state_budget == "auto"
+    assert auto.run_id != none.run_id
+    assert (axes(auto), axes(auto, auto_budget=3 * GIB)) == ("state budget auto", "state budget auto = 3.0 GiB")
 
 
 def test_broadcasts_make_the_default_window_a_whole_number_of_periods() -> None:

@@ -18,7 +18,7 @@ ARM = Arm(
         "chunked",
         offloaded=True,
         chunk_bytes=spec.chunk_bytes or GIB,
-        resident_bytes=spec.state_budget or 0,
+        resident_bytes=spec.resident_bytes,
         slots=spec.slots or 2,
         first_step=spec.first_step or "bounded",
     ).in_pieces(spec.pieces or 1),

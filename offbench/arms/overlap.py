@@ -15,7 +15,7 @@ ARM = Arm(
         "overlap",
         offloaded=True,
         chunk_bytes=spec.chunk_bytes or GIB,
-        resident_bytes=spec.state_budget or 0,
+        resident_bytes=spec.resident_bytes,
         slots=spec.slots or 4,
         deferred=True,
         lead=spec.lead or 8,

@@ -20,7 +20,7 @@ ARM = Arm(
         "stream",
         offloaded=True,
         chunk_bytes=spec.chunk_bytes or GIB,
-        resident_bytes=spec.state_budget or 0,
+        resident_bytes=spec.resident_bytes,
         deferred=True,
         lead=spec.lead or 1,
         ahead=12 if spec.ahead is None else spec.ahead,

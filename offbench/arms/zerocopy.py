@@ -15,7 +15,7 @@ ARM = Arm(
         "zerocopy",
         offloaded=True,
         chunk_bytes=spec.chunk_bytes or GIB,
-        resident_bytes=spec.state_budget or 0,
+        resident_bytes=spec.resident_bytes,
         slots=4,  # of overlap, whose schedule it falls back to
         deferred=True,
         lead=spec.lead or 8,

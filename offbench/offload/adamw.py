@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,22 +18,21 @@ from torch import nn
 from offbench.errors import OffbenchError
 from offbench.offload import fsdp, updates
 from offbench.offload.backends import missing_backend
+from offbench.offload.budget import leading, relocate
 from offbench.offload.chunks import Chunk, plan_chunks
-from offbench.offload.copies import Copier, Ledger
+from offbench.offload.copies import Ledger
 from offbench.offload.deferral import deferrable, in_gather_order
 from offbench.offload.engine import Engine
-from offbench.offload.flow import FlowEngine
+from offbench.offload.engines import engine_for
 from offbench.offload.hoststore import HostStore
 from offbench.offload.hyper import capture, refuse, refuse_options
-from offbench.offload.layout import Member, alias, apart, local_of, placed_like
-from offbench.offload.ring import RingEngine
+from offbench.offload.layout import Member, alias, local_of, moments_in
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
 from offbench.offload.stale import hidden
-from offbench.offload.state import check_saved, load_groups, load_moments
+from offbench.offload.state import check_saved, load_groups, load_moments, places
 from offbench.offload.streams import DeviceStreams, Streams
 from offbench.offload.updates import Implementation
-from offbench.offload.zerocopy.engine import ZeroCopyEngine
 from offbench.offload.zerocopy.support import in_host_memory
 
 
@@ -111,12 +111,9 @@ class OffloadedAdamW(torch.optim.AdamW):
             self.schedule = in_host_memory(self.schedule, self.device, self.implementation, locals_)
         sizes = [local_of(p).numel() * local_of(p).element_size() for p, _ in parameters]
         new = plan_chunks(sizes, self.schedule.chunk_bytes, after=self.chunks)
+        keep = leading((*self.chunks, *new), self.schedule.resident_bytes if self.schedule.offloaded else None)
         for chunk in new:
-            # The leading chunks: they are needed first in the forward, when a moving one could hide behind nothing.
-            fits = (
-                sum(state.numel() for state in self._resident.values()) + chunk.nbytes <= self.schedule.resident_bytes
-            )
-            if not chunk.nbytes or (chunk.index == len(self._resident) and (fits or not self.schedule.offloaded)):
+            if chunk.index in keep:
                 self._resident[chunk.index] = torch.zeros(chunk.nbytes, dtype=torch.uint8, device=self.device)
         self.store.extend([0 if chunk.index in self._resident else chunk.nbytes for chunk in new])
         homes = [self._resident.get(chunk.index, self.store.chunk(chunk.index)) for chunk in new]
@@ -129,34 +126,16 @@ class OffloadedAdamW(torch.optim.AdamW):
         states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for chunk, home in zip(new, homes, strict=True):
             mine, members = members[: len(chunk.members)], members[len(chunk.members) :]
-            for member in mine:
-                first, second = member.views(Staged.whole(home))
-                states[member.parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": placed_like(member.parameter, apart(first)),
-                    "exp_avg_sq": placed_like(member.parameter, apart(second)),
-                }
+            states |= {p: {"step": torch.tensor(0.0), **found} for p, found in moments_in(home, mine).items()}
             self._members.append(mine)
         self.state.update((parameter, states[parameter]) for parameter in given)
         self.chunks += new
         if self.schedule.offloaded:
-            self._engine = self._engine_for(self.schedule)
+            self._engine = engine_for(
+                self._engine, self.schedule, self.store, self._streams, self.copy_repeat, self._resident, self._debug
+            )
             self._engine.extend(self.chunks, self.schedule)
             self._watch(self._engine)
-
-    def _engine_for(self, schedule: Schedule) -> Engine:
-        """The engine there is, or another one, with its books, for a schedule that it cannot execute."""
-        if schedule.update == "host_memory" and self.copy_repeat > 1:
-            raise OffbenchError(f"{schedule.name}: updates in host memory copy no bytes that could be repeated")
-        kind = engine_of(schedule)
-        if self._engine is not None:
-            self.drain()
-            if isinstance(self._engine, kind):
-                return self._engine
-        made = kind((), self.store, schedule, self._streams, Copier(self.copy_repeat), self._resident, self._debug)
-        if self._engine is not None:
-            made.ledger = self._engine.ledger
-        return made
 
     def _watch(self, engine: Engine) -> None:
         """Let the model's gathers wait for deferred updates, until this optimizer is dropped."""
@@ -229,6 +208,30 @@ class OffloadedAdamW(torch.optim.AdamW):
         if self._engine is not None:
             self._engine.drain()
 
+    @torch.no_grad()
+    def set_state_budget(self, nbytes: int) -> None:
+        """From now on keep the leading chunks that fit whole into `nbytes` on the device, and move the others.
+
+        Drains first; no bit changes. Moments that moved are other tensors in `self.state` afterwards: fetch them anew.
+        Host memory stays pinned while its state is on the device; state that has none gets it when it leaves. Raises
+        OffbenchError for a negative budget, where nothing is offloaded, and inside `settled()`. Where memory runs out,
+        on either side, it raises and nothing has changed.
+        """
+        if self._engine is None:
+            raise OffbenchError(f"{self.schedule.name}: all state stays on the device, there is no budget to set")
+        if nbytes < 0:
+            raise OffbenchError(f"a state budget of {nbytes} bytes: must be at least 0")
+        if self._settled:
+            raise OffbenchError("set_state_budget() inside settled(): the code in there may hold the moments it moves")
+        self.drain()
+        keep = leading(self.chunks, nbytes)
+        for index in relocate(self.chunks, keep, self._resident, self.store, self.device):
+            home = self._resident.get(index, self.store.chunk(index))
+            for parameter, moments in moments_in(home, self._members[index]).items():
+                self.state[parameter].update(moments)
+        self.schedule = replace(self.schedule, resident_bytes=nbytes)
+        self._engine.extend(self.chunks, self.schedule)
+
     @contextmanager
     def settled(self) -> Iterator[None]:
         """For code that reads or writes parameters or moments itself (a weight broadcast, an export): everything is up
@@ -265,12 +268,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def where(self) -> dict[str, int]:
         """Bytes of the moments by the type of device that holds them between steps."""
-        places: dict[str, int] = {}
-        for state in self.state.values():
-            for moment in (local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])):
-                place = "device" if moment.device.type != "cpu" else "host"
-                places[place] = places.get(place, 0) + moment.numel() * moment.element_size()
-        return places
+        return places(self.state.values())
 
     def kernel_steps(self) -> tuple[int, int]:
         """Fewest and most steps the AdamW kernel itself has counted over the parameters; drained first."""
@@ -314,13 +312,6 @@ class OffloadedAdamW(torch.optim.AdamW):
         for members in self._members:
             for member in members:
                 member.step.copy_(self.state[member.parameter]["step"])
-
-
-def engine_of(schedule: Schedule) -> type[Engine]:
-    """The engine that executes such schedules."""
-    if schedule.update == "host_memory":
-        return ZeroCopyEngine
-    return FlowEngine if schedule.write_back == "backward" else RingEngine
 
 
 def _end(engine: Engine, guard: fsdp.ReadGuard) -> None:

@@ -51,8 +51,14 @@ class Ledger:
         """Payload queued device to host so far."""
         self.in_copies = 0
         self.out_copies = 0
+        self.settled = (0, 0, 0)
+        """`step`, `in_bytes` and `out_bytes` when what a step moves last changed; nothing was owed then."""
         self.copies: list[CopyEntry] = []
         self.arenas: list[ArenaEntry] = []
+
+    def settle(self) -> None:
+        """From now on a step moves another number of bytes; all steps so far have been drained."""
+        self.settled = (self.step, self.in_bytes, self.out_bytes)
 
     def copied(self, direction: Direction, nbytes: int, begin: Event | None, end: Event) -> None:
         """Enter a queued copy; `begin` is needed only while `keep` is set."""

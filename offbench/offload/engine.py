@@ -106,8 +106,10 @@ class Engine(ABC):
         """Chunks, resident state or schedule have changed."""
 
     def extend(self, chunks: Sequence[Chunk], schedule: Schedule) -> None:
-        """Take over a longer list of chunks (the store has them already) and, maybe, another schedule."""
+        """Take over a longer list of chunks (the store has them already), or other resident ones, and, maybe, another
+        schedule."""
         self.drain()
+        self.ledger.settle()
         self.chunks, self.schedule = chunks, schedule
         self._host_parts = {}
         self._plan()

@@ -105,6 +105,7 @@ class FlowEngine(Engine):
         staging = max(self.schedule.staging_bytes or 0, LEAST_CHUNKS * self._largest)
         self._arena_bytes = min(staging, sum(c.nbytes for c in moving))
         self._at_loss = self.schedule.loss_bytes
+        self._kept_bytes = sum(state.numel() for state in self._resident.values())
 
     @property
     def staging_bytes(self) -> int:
@@ -119,8 +120,8 @@ class FlowEngine(Engine):
         if not works:
             return
         self._count_step()
-        if self._at_loss is None:
-            self._at_loss = self._headroom.left_at_loss(self._streams.allocated())
+        if self.schedule.loss_bytes is None and (left := self._headroom.step(self._own_bytes())) is not None:
+            self._at_loss = left
         self._fit_arena()
         self._add_arena()
         ready = self._streams.compute().record()
@@ -136,13 +137,16 @@ class FlowEngine(Engine):
         """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""
         most = BURST_AT_LEISURE if at_leisure else BURST
         self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
+        while self._step is not None and self._step.arrived and self._is_crowded():
+            self._give_back(self._step.arrived.pop(0))
 
     def before_backward(self, chunks: Sequence[int]) -> None:
         """Give back the memory that the gradients of these chunks need."""
-        if self._step is None:
-            self._headroom.backward(self._streams.allocated())
-        else:
+        if self._step is not None:
             self._queue(len(self._step.waiting))
+        if self.schedule.loss_bytes is None:
+            self._headroom.backward(self._own_bytes())
+        if self._step is not None:
             for chunk in set(chunks) - self._step.backward:
                 self._step.backward.add(chunk)
                 self._step.backward_bytes += self.chunks[chunk].nbytes // 2
@@ -257,12 +261,28 @@ class FlowEngine(Engine):
 
         Activations grow with the forward, as what gradients leave behind does: of that, staging may have the share
         that takes it from the arena to the most it may hold at the loss. Taking all there is until then would raise a
-        peak in the middle of the forward.
+        peak in the middle of the forward. A batch longer than all before has more activations by then than staging was
+        measured for: what they take, gradients leave behind for them.
         """
         if not step.to_move or nbytes < self.schedule.chunk_bytes // 8:
             return False
         most = None if self._at_loss is None else max(0, self._at_loss - self._arena_bytes)
-        return most is None or (step.grown_bytes + nbytes) * step.gradient_bytes <= most * step.freed_bytes
+        if most is not None and (step.grown_bytes + nbytes) * step.gradient_bytes > most * step.freed_bytes:
+            return False
+        return not self._is_crowded()
+
+    def _own_bytes(self) -> int | None:
+        """What the workload itself has on the device; None where nobody counts."""
+        allocated = self._streams.allocated()
+        return None if allocated is None else allocated - self._extents.nbytes - self._kept_bytes
+
+    def _is_crowded(self) -> bool:
+        """Whether staging now adds more than its arena to the most that the workload ever took by itself, unless the
+        schedule says how much it may."""
+        if self.schedule.loss_bytes is not None or self._headroom.peak is None:
+            return False
+        own = self._own_bytes()
+        return own is not None and own + self._extents.nbytes > self._headroom.peak + self._arena_bytes
 
     def _make_room(self, step: _Step) -> None:
         """Give back as much memory as the gradients that come next need, and whatever is written back already."""

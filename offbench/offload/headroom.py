@@ -1,25 +1,40 @@
-"""How much staging memory raises no peak."""
+"""How much staging memory raises no peak, for batches of any length.
+
+All bytes here are the workload's own: what its allocator has handed out, less staging and resident state.
+
+When a backward begins activations are there and gradients are not; at step() it is the other way round. The workload's
+peak lies as far above the larger of the two, so staging may hold the difference without raising it. A longer batch
+leaves less of it, and the next one may be as long: the least difference of any step so far counts.
+"""
 
 from __future__ import annotations
 
 
 class Headroom:
-    """The workload's own memory, seen in the first forward and backward, when nothing is staged yet.
-
-    When the backward begins activations are there and gradients are not; at step() it is the other way round. The
-    workload's peak lies as far above the larger of the two, so staging may hold the difference without raising it.
-    """
+    """Watches the workload's own memory from the first backward on."""
 
     def __init__(self) -> None:
+        self.peak: int | None = None
+        """Most own bytes seen in any backward, or at step(); None: nobody counts, or nothing was seen yet."""
+        self._left: int | None = None
         self._at_loss: int | None = None
 
-    def backward(self, allocated: int | None) -> None:
-        """A module's backward is about to begin, before the first step(); the first one counts."""
-        if self._at_loss is None:
-            self._at_loss = allocated
+    def backward(self, own: int | None) -> None:
+        """A module's backward is about to begin; of those since the last step() the first one tells the activations.
+        None: nobody counts."""
+        if own is not None:
+            self._at_loss = own if self._at_loss is None else self._at_loss
+            self._seen(own)
 
-    def left_at_loss(self, allocated: int | None) -> int | None:
-        """Bytes that may be staged when the forward ends; None when nobody counts memory. Call at the first step()."""
-        if self._at_loss is None or allocated is None:
-            return None
-        return max(0, allocated - self._at_loss)
+    def step(self, own: int | None) -> int | None:
+        """step() is about to take its arena. Returns bytes that may be staged when the next forward ends; None when
+        nobody has counted yet."""
+        if own is not None and self._at_loss is not None:
+            left = max(0, own - self._at_loss)
+            self._left = left if self._left is None else min(self._left, left)
+            self._seen(own)
+        self._at_loss = None
+        return self._left
+
+    def _seen(self, own: int) -> None:
+        self.peak = own if self.peak is None else max(self.peak, own)

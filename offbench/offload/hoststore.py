@@ -11,7 +11,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,16 +52,26 @@ class HostStore:
 
     def extend(self, sizes: Sequence[int]) -> None:
         """Add chunks of these sizes behind the ones there are, whose addresses stay."""
+        self._chunks += self._take(sizes)
+
+    def provide(self, sizes: Mapping[int, int]) -> None:
+        """Host memory, zero at first, for chunks that had none: their bytes by index."""
+        for index, chunk in zip(sizes, self._take(list(sizes.values())), strict=True):
+            self._chunks[index] = chunk
+
+    def _take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         began = time.perf_counter()
         require_room(sum(sizes))
         self.requested_bytes += sum(sizes)
+        taken = []
         for first, last in _slabs(sizes):
             slab = self._slab(sum(sizes[first:last]))
             start = 0
             for size in sizes[first:last]:
-                self._chunks.append(slab[start : start + size])
+                taken.append(slab[start : start + size])
                 start += size
         self.seconds += time.perf_counter() - began
+        return taken
 
     def chunk(self, index: int) -> torch.Tensor:
         """uint8 [bytes of the chunk], at the same address for good."""

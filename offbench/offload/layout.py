@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,16 @@ def placed_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     if isinstance(parameter, DTensor):
         return DTensor(local, parameter._spec, requires_grad=False)
     return local
+
+
+def moments_in(home: torch.Tensor, members: Sequence[Member]) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+    """exp_avg and exp_avg_sq of a chunk's members, as `optimizer.state` has them, in its bytes `home` (uint8)."""
+    chunk = Staged.whole(home)
+    found = {}
+    for member in members:
+        first, second = (placed_like(member.parameter, apart(moment)) for moment in member.views(chunk))
+        found[member.parameter] = {"exp_avg": first, "exp_avg_sq": second}
+    return found
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

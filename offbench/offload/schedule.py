@@ -50,7 +50,7 @@ class Schedule:
     """write_back backward: staging memory taken by step(), at least two chunks; None: as little as that."""
     loss_bytes: int | None = None
     """write_back backward: most staging memory, gradients' included, held when the forward ends; None: as much as
-    raises no peak, by what the first forward and backward took, or all where memory is not counted."""
+    raises no peak, by what every forward and backward so far took, or all where memory is not counted."""
 
     def __post_init__(self) -> None:
         if self.deferred and not self.copy_streams:

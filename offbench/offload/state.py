@@ -1,8 +1,9 @@
-"""Loading a saved AdamW state in place, whoever saved it: this optimizer, torch.optim.AdamW, a checkpoint by FQN."""
+"""A saved AdamW state loaded in place, whoever saved it (this optimizer, torch.optim.AdamW, a checkpoint by FQN), and
+where state is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,3 +58,13 @@ def load_moments(mine: Mapping[str, torch.Tensor], saved: Mapping[str, Any] | No
     for name in ("exp_avg", "exp_avg_sq"):
         local_of(mine[name]).copy_(local_of(saved[name]))
     mine["step"].fill_(float(saved["step"]))
+
+
+def places(states: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Bytes of these parameters' moments by where they are: `device`, `host`."""
+    found: dict[str, int] = {}
+    for state in states:
+        for moment in (local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])):
+            place = "device" if moment.device.type != "cpu" else "host"
+            found[place] = found.get(place, 0) + moment.numel() * moment.element_size()
+    return found

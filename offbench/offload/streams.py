@@ -188,7 +188,10 @@ class DeviceStreams:
 
     def allocated(self) -> int | None:
         """What the caching allocator has handed out."""
-        return None if self.device.type == "cpu" else int(self._module.memory_allocated(self.device))
+        if self.device.type == "cpu":
+            return None
+        # memory_allocated gives the same figure, but flattens all statistics first; this is asked for at every layer
+        return int(self._module.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["current"])
 
     def access(self, tensor: torch.Tensor) -> Access:
         """Nothing looks at accesses here: the device orders by events alone."""

@@ -85,7 +85,7 @@ class Candidate:
     @property
     def budget(self) -> int:
         """`--state-budget`, bytes."""
-        return self.arm.state_budget or 0
+        return self.arm.resident_bytes
 
 
 @dataclass(frozen=True)

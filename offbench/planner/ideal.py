@@ -22,7 +22,7 @@ def policy_ideal(record: RunRecord, none: Sequence[RunRecord] = ()) -> float | N
     or an arm or model that is not one of ours; and on a CPU, where ranks share cores and the largest of each phase
     over ranks do not add up to a step.
     """
-    w, arm = record.spec.workload, record.spec.arm
+    w, arm = record.spec.workload, record.ran
     if (
         record.spec.mode.device == "cpu"
         or record.job is not None

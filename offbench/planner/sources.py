@@ -77,7 +77,7 @@ def _shared(share: float, link: str, ranks: int, rate: Rate) -> str:
 
 def schedule_of(record: RunRecord) -> Schedule:
     """What a record's arm ran. How far its staging grew, where the engine found that out itself, is in the record."""
-    schedule = arms.ARMS[record.spec.arm.name].schedule(record.spec.arm)
+    schedule = arms.ARMS[record.spec.arm.name].schedule(record.ran)
     if schedule.write_back == "backward" and schedule.loss_bytes is None and record.peak.staging_bytes:
         return replace(schedule, loss_bytes=record.peak.staging_bytes)
     return schedule

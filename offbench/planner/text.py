@@ -129,7 +129,7 @@ def run_line(inputs: Inputs, choice: Choice) -> str:
         words += ["--arm", name]
     words += ["--grad-accum", str(job.grad_accum)] if job.grad_accum != 1 else []
     words += slots
-    words += ["--state-budget", show_size(arm.state_budget)] if arm.state_budget else []
+    words += ["--state-budget", show_size(arm.resident_bytes)] if arm.resident_bytes else []
     for flag, nbytes in (("--staging", arm.staging_bytes), ("--at-loss", arm.loss_bytes)):
         words += [flag, show_size(nbytes)] if nbytes is not None else []
     if arm.name in LATE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialEvent, AdversarialStreams
 from offbench.offload.chunks import ALIGNMENT
 from offbench.offload.extents import Extents, Range, later
+from offbench.offload.flow import FlowEngine
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged, segments
 from offbench.offload.streams import DeviceStreams, Why
@@ -163,43 +165,180 @@ def test_staging_grows_into_gradients_and_the_backward_gets_them_back(loss_bytes
         assert seen[-1] == 0, "everything is given back before the backward ends"
 
 
+PARAMETERS = 7000
+
+
 class Counted(DeviceStreams):
-    """A device whose allocator counts: what the test says, one call after the other."""
+    """A device whose allocator counts what `trainer` would hold: parameters, gradients, staging, and activations of
+    so many bytes in each step, which come with the forward and go with the backward."""
 
-    def __init__(self, allocated: list[int]) -> None:
+    def __init__(self, activations: Sequence[int]) -> None:
         super().__init__(CPU)
-        self._counts = iter(allocated)
+        self.activations = activations
+        self.own: list[int] = [0 for _ in activations]
+        """By step, the most that was held without staging."""
+        self.held: list[int] = [0 for _ in activations]
+        """The same with it."""
+        self.limits: list[int | None] = []
+        """What may be staged at the loss, after each step."""
+        self.staged: list[int] = []
+        """What was staged there, in each step."""
+        self._forward = self._backward = 0.0
+        self._kept = 0
 
-    def allocated(self) -> int | None:
-        return next(self._counts)
+    def watch(self, engine: FlowEngine) -> None:
+        self._engine = engine
+        self._gradients = 4 * sum(trainer.SIZES)
+        read, backward, step, wanted = engine.before_read, engine.before_backward, engine.step, engine._wanted
+        part = 1 / len(engine.chunks)
+
+        def before_read(chunks, look_ahead=True):
+            events = read(chunks, look_ahead)
+            if not self._backward:
+                self._forward += part
+            self._note()
+            return events
+
+        def before_backward(chunks) -> None:
+            if not self._backward:
+                self.staged.append(engine._extents.nbytes)
+            backward(chunks)
+            self._backward += part
+            self._note()
+
+        def spy_step(works) -> None:
+            self._forward = 0.0
+            step(works)
+            self.limits.append(engine._at_loss)
+            self._backward = 0.0
+
+        def spy_wanted(step, nbytes):
+            self._kept = nbytes  # of a gradient whose end is being decided
+            found = wanted(step, nbytes)
+            self._kept = 0
+            return found
+
+        engine.before_read, engine.before_backward, engine.step = before_read, before_backward, spy_step
+        engine._wanted = spy_wanted
+
+    def _own(self) -> int:
+        step = self._engine._step
+        old = step.gradient_bytes - step.freed_bytes + self._kept if step is not None else 0
+        left = self._forward - self._backward if self._forward else 0.0
+        return (
+            PARAMETERS
+            + old
+            + int(self.activations[min(len(self.limits), len(self.own) - 1)] * left + self._gradients * self._backward)
+        )
+
+    def _note(self) -> None:
+        now = len(self.limits)
+        self.own[now] = max(self.own[now], self._own())
+        self.held[now] = max(self.held[now], self._own() + self._engine._extents.nbytes)
+
+    def allocated(self) -> int:
+        return self._own() + self._engine._extents.nbytes
 
 
-LEAST = 2 * 2 * -(-4 * max(trainer.SIZES) // ALIGNMENT) * ALIGNMENT
-"""Two chunks of the largest parameter alone."""
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> int:
+    """24 equal parameters and a step for each of six batches; returns the gradients' bytes."""
+    monkeypatch.setattr(trainer, "SIZES", (64,) * 24)
+    monkeypatch.setattr(trainer, "STEPS", 6)
+    return 4 * 64 * 24
 
 
-@pytest.mark.parametrize(
-    ("at_step", "allowed", "arena"), [(9000, 3000, LEAST), (5000, 0, LEAST), (13500, 7500, 7500), (30000, 24000, 9000)]
-)
-def test_staging_at_the_loss_is_what_gradients_take_beyond_activations(at_step: int, allowed: int, arena: int) -> None:
-    own = [6000] + [6500] * 7  # before the backward of each of eight chunks
-    found = []
+def lengths(activations: Sequence[int], staging: int | None = None) -> tuple[Counted, FlowEngine]:
+    schedule = dataclasses.replace(stream(), chunk_bytes=1, lead=1, ahead=2, staging_bytes=staging)
+    streams = Counted(activations)
+    assert trainer.run(schedule, streams, streams.watch).equals(trainer.plain())
+    return streams, streams._engine
+
+
+@pytest.mark.parametrize("activations", [1000, 4000, 9000])
+def test_staging_at_the_loss_is_what_gradients_take_beyond_activations(many: int, activations: int) -> None:
+    streams, engine = lengths([activations] * 6)
+    assert streams.limits == [max(0, many - activations)] * 6
+    arena, group = engine._arena_bytes, many // 12
+    assert max(streams.held) <= PARAMETERS + max(many, activations) + arena + group
+    if activations == 1000:
+        assert engine.staging_peak > arena + 2 * group, "it grows"
+
+
+@pytest.mark.parametrize(("activations", "arena"), [(9000, 2 * 1024), (4000, 2144), (500, 5000)])
+def test_the_arena_is_no_more_than_may_be_staged_at_the_loss_but_for_two_chunks(
+    many: int, activations: int, arena: int
+) -> None:
+    streams, engine = lengths([activations] * 6, staging=5000)
+    assert engine._arena_bytes == arena
+    assert max(streams.held) <= PARAMETERS + max(many, activations) + arena + many // 12
+
+
+@pytest.mark.parametrize("longest", [5000, 9000])
+def test_a_longer_batch_makes_staging_smaller_from_its_first_forward_on(many: int, longest: int) -> None:
+    """5000 is less than the gradients take, 9000 more."""
+    streams, engine = lengths([1000, 1000, longest, 1000, 3000, 1000])
+    assert streams.limits[:2] == [many - 1000] * 2
+    assert streams.limits[2:] == [max(0, many - longest)] * 4, "the next one may be as long"
+    arena, group = engine._arena_bytes, many // 12
+    for step, held in enumerate(streams.held):
+        most = PARAMETERS + max([many, *streams.activations[: step + 1]])
+        assert held <= most + arena + group, f"step {step}"
+    assert streams.staged[1] > arena + group
+    assert streams.staged[2] == 0 if longest > many else streams.staged[2] < streams.staged[1]
+
+
+@pytest.mark.parametrize("longest", [5000, 9000])
+def test_without_a_look_at_the_allocator_the_first_longer_batch_would_raise_the_peak(
+    many: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FlowEngine, "_is_crowded", lambda self: False)
+    streams, engine = lengths([1000, 1000, longest, 1000, 1000, 1000])
+    assert streams.held[2] > PARAMETERS + max(many, longest) + engine._arena_bytes + many // 12
+    assert streams.limits[3] == max(0, many - longest)
+
+
+class Crowded(AdversarialStreams):
+    """Every look at the allocator finds more memory taken than ever before."""
+
+    taken = 1 << 20
+
+    def allocated(self) -> int:
+        self.taken += 1 << 20
+        return self.taken
+
+
+@pytest.mark.parametrize("out", ["lazy", "eager"])
+def test_memory_given_back_before_the_loss_has_been_written_back(out: str) -> None:
+    given: list[int] = []
 
     def watch(engine) -> None:
-        step = engine.step
+        give_back, finish = engine._give_back, engine.before_backward
 
-        def spy(works):
-            step(works)
-            found.append((engine._at_loss, engine.staging_peak, engine._arena_bytes))
+        def spy(extent) -> None:
+            given[-1] += 1
+            give_back(extent)
 
-        engine.step = spy
+        def spy_backward(chunks) -> None:
+            given.append(0)
+            finish(chunks)
 
-    schedule = dataclasses.replace(stream(), chunk_bytes=1, staging_bytes=9000)
-    trainer.run(schedule, Counted([*own, at_step]), watch)
-    assert {at_loss for at_loss, *_ in found} == {allowed}, "measured once"
-    for _, peak, held in found:
-        assert held == arena, "no more than may be staged at the loss, but for two chunks"
-        assert peak <= max(arena, allowed)
+        given.append(0)
+        engine._give_back, engine.before_backward = spy, spy_backward
+
+    streams = Crowded({"in": "lazy", "update": "lazy", "out": out, "compute": "lazy"})
+    assert trainer.run(dataclasses.replace(stream(), lead=1, ahead=3), streams, watch).equals(trainer.plain())
+    assert streams.order.violations == []
+    chunks = (len(given) - 1) // trainer.STEPS
+    assert given[0] == 0
+    assert all(count > 0 for count in given[chunks::chunks][:-1]), "in the forward, all of it"
+    assert sum(given) == sum(given[chunks::chunks])
+
+
+def test_a_limit_that_the_schedule_gives_stays(many: int) -> None:
+    streams = Counted([1000, 9000, 1000, 1000, 1000, 1000])
+    trainer.run(dataclasses.replace(stream(), chunk_bytes=1, loss_bytes=3000), streams, streams.watch)
+    assert streams.limits == [3000] * 6
 
 
 def growth(rank: int, most: int) -> list[tuple[int, float, int]]:

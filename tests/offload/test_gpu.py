@@ -11,6 +11,7 @@ from offbench.offload.pin_time import pin_times
 from offbench.offload.streams import DeviceStreams
 from offbench.workload.rehearsal import init_rehearsal
 from tests.offload import sharded
+from tests.offload.test_budget import BUDGETS
 from tests.offload.test_sharded import ARMS, reference
 
 pytestmark = pytest.mark.gpu
@@ -43,6 +44,46 @@ def test_every_arm_equals_plain_adamw(world: int, repeat: float) -> None:
     mp.start_processes(compare_all, (world, repeat, queue), nprocs=1, start_method="spawn")
     found = queue.get()
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+def changing(_: int, queue: mp.SimpleQueue) -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    init_rehearsal(0, 2)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    expected = reference(0, device)
+    found = {}
+    for arm in ("chunked", "overlap", "stream"):
+        streams, model = DeviceStreams(device), sharded.build(device)
+        optimizer = sharded.optimizer_of(arm, model, streams, **ARMS[arm])
+        seen: list[object] = []
+
+        def between(step: int, optimizer=optimizer, seen=seen, streams=streams) -> None:
+            if step < len(BUDGETS):
+                optimizer.set_state_budget(BUDGETS[step])
+                seen.append((BUDGETS[step], optimizer.where(), optimizer.bytes_per_step))
+                if streams.allocated() != torch.cuda.memory_allocated(device):
+                    seen.append("the allocator says otherwise")
+
+        sharded.train(model, optimizer, 0, device, between)
+        found[arm] = (seen, sharded.differences(expected, sharded.snapshot(model, optimizer)))
+    queue.put(found)
+    dist.destroy_process_group()
+
+
+def test_a_budget_that_changes_moves_state_and_no_bit() -> None:
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.start_processes(changing, (queue,), nprocs=1, start_method="spawn")
+    for seen, differences in queue.get().values():
+        assert differences == []
+        assert len(seen) == len(BUDGETS)
+        state = sum(seen[0][1].values())
+        for budget, places, _ in seen:
+            assert sum(places.values()) == state
+            assert places.get("device", 0) <= budget
+        assert seen[1][1:] == ({"device": state}, 0)
+        assert seen[3][1] == {"host": state}
+        assert all(0 < seen[i][1]["device"] < state for i in (0, 2, 4))
 
 
 def pinning(_: int, queue: mp.SimpleQueue) -> None:

@@ -25,6 +25,7 @@ from offbench.errors import OffbenchError, ScheduleError, UsageError
 from offbench.estimate import estimate
 from offbench.offload import OffloadedAdamW, Schedule
 from offbench.offload.adversary import AdversarialStreams
+from offbench.offload.engines import engine_for
 from offbench.offload.hoststore import HostStore
 from offbench.offload.zerocopy import rates, support
 from offbench.offload.zerocopy.engine import ZeroCopyEngine
@@ -342,7 +343,9 @@ def stepped_back(rank: int) -> list[str]:
     before = optimizer._engine
     assert isinstance(before, ZeroCopyEngine)
     optimizer.schedule = find("overlap")[0].schedule(find("overlap")[0].resolve(chunk_bytes=1 << 20, slots=2))
-    optimizer._engine = optimizer._engine_for(optimizer.schedule)
+    optimizer._engine = engine_for(
+        optimizer._engine, optimizer.schedule, optimizer.store, optimizer._streams, 1.0, optimizer._resident, False
+    )
     optimizer._engine.extend(optimizer.chunks, optimizer.schedule)
     optimizer._watch(optimizer._engine)
     assert optimizer.ledger is before.ledger

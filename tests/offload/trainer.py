@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.optim.adamw import adamw
 
-from offbench.offload.adamw import engine_of
 from offbench.offload.chunks import plan_chunks
 from offbench.offload.copies import Copier
 from offbench.offload.engine import Engine, Work
+from offbench.offload.engines import engine_of
 from offbench.offload.hoststore import HostStore
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
