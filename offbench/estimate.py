@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from offbench import arms
 from offbench.config import MIB, RunSpec
-from offbench.hardware import Hardware
-from offbench.offload.chunks import plan_staging
+from offbench.hardware import Hardware, memlock_caution
+from offbench.offload.chunks import least_arena, plan_staging
 from offbench.offload.schedule import Schedule
 from offbench.planner.inputs import of_model
-from offbench.planner.room import LEAST_CHUNKS, resident
+from offbench.planner.room import resident
 from offbench.units import count, gib
 from offbench.workload import presets
 
@@ -93,8 +93,8 @@ def staging_bytes(model: str, world: int, ep: int, layers: int, schedule: Schedu
         return 0
     if schedule.write_back == "forward":
         return plan_staging(moving, schedule.slots).nbytes
-    largest = max(chunk.nbytes for chunk in moving)
-    return min(sum(chunk.nbytes for chunk in moving), max(schedule.staging_bytes or 0, LEAST_CHUNKS * largest))
+    sizes = [chunk.nbytes for chunk in moving]
+    return min(sum(sizes), max(schedule.staging_bytes or 0, least_arena(sizes)))
 
 
 def _staged(schedule: Schedule, params: int, grads: int, arena: int, temporary: int) -> int:
@@ -166,14 +166,10 @@ def shortfalls(spec: RunSpec, hardware: Hardware) -> list[str]:
 
 
 def cautions(spec: RunSpec, hardware: Hardware) -> list[str]:
-    """What may go wrong although the estimate fits. Drivers usually pin memory without charging RLIMIT_MEMLOCK,
-    so a low limit is said, not refused."""
+    """What may go wrong although the estimate fits."""
     need, notes = estimate(spec), []
-    if hardware.memlock_bytes is not None and need.pinned_bytes > hardware.memlock_bytes:
-        notes.append(
-            f"pins {gib(need.pinned_bytes)} GiB a rank while RLIMIT_MEMLOCK is {gib(hardware.memlock_bytes)} GiB; "
-            "if pinning fails, raise it (ulimit -l unlimited)"
-        )
+    if note := memlock_caution(need.pinned_bytes, hardware.memlock_bytes):
+        notes.append(note)
     free = min((gpu.free_bytes for gpu in hardware.gpus[: spec.mode.nproc]), default=None)
     if spec.mode.device == "cuda" and free is not None and need.gpu_bytes + OUTSIDE_ALLOCATOR > free:
         notes.append(

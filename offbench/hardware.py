@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offbench.units import gib
+
 UNLIMITED = 1 << 60
 """cgroup v1 writes a huge number for `no limit`; nothing real reaches this many bytes."""
 
@@ -45,7 +47,7 @@ class Hardware:
     """Memory of the host, or the cgroup's limit where that is smaller."""
     host_available_bytes: int
     memlock_bytes: int | None
-    """RLIMIT_MEMLOCK; None: unlimited."""
+    """What this process may lock (`memlock_limit`); None: as much as it wants."""
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -57,7 +59,6 @@ def detect(env: Mapping[str, str] = os.environ, root: Path = Path("/"), nvml: An
     """Look at this host. `root` holds proc/ and sys/; `nvml` is a module like pynvml (default: pynvml itself)."""
     gpus, why = visible_gpus(env, nvml)
     total, available = host_memory(root)
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Hardware(
         gpus=gpus,
         no_gpu_why=why,
@@ -66,7 +67,7 @@ def detect(env: Mapping[str, str] = os.environ, root: Path = Path("/"), nvml: An
         numa_nodes=numa_nodes(root),
         host_bytes=total,
         host_available_bytes=available,
-        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        memlock_bytes=memlock_limit(root),
     )
 
 
@@ -208,6 +209,32 @@ def is_guest(root: Path) -> bool:
     """Whether the kernel says that it runs under a hypervisor."""
     lines = (root / "proc/cpuinfo").read_text().splitlines()
     return any("hypervisor" in line.split() for line in lines if line.startswith("flags"))
+
+
+CAP_IPC_LOCK = 14
+"""Bit of the capability to lock memory beyond RLIMIT_MEMLOCK (capabilities(7)): root's, but not in every container."""
+
+
+def memlock_limit(root: Path = Path("/")) -> int | None:
+    """Bytes of RLIMIT_MEMLOCK; None where it is unlimited or does not bind this process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    status = root / "proc/self/status"
+    for line in status.read_text().splitlines() if status.exists() else ():
+        name, _, value = line.partition(":")
+        if name == "CapEff" and int(value, 16) >> CAP_IPC_LOCK & 1:
+            return None
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def memlock_caution(nbytes: int, limit: int | None) -> str | None:
+    """What to say before so many bytes are pinned under that limit. Drivers usually pin memory without charging it, so
+    a low one is said, not refused."""
+    if limit is None or nbytes <= limit:
+        return None
+    return (
+        f"pins {gib(nbytes)} GiB a rank while RLIMIT_MEMLOCK is {gib(limit)} GiB; "
+        "if pinning fails, raise it (ulimit -l unlimited)"
+    )
 
 
 def cpu_model(root: Path = Path("/")) -> str | None:

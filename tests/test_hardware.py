@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
 from offbench.config import GIB
-from offbench.hardware import cpu_model, detect, host_memory, normal_bus_id, numa_nodes, visible_gpus
+from offbench.hardware import (
+    cpu_model,
+    detect,
+    host_memory,
+    memlock_caution,
+    memlock_limit,
+    normal_bus_id,
+    numa_nodes,
+    visible_gpus,
+)
 from tests.hosts import FakeNvml
 
 BOX = FakeNvml(("A", "B", "C", "D"), mig={"MIG-1": "A MIG 1g"})
@@ -122,6 +132,31 @@ def test_cpu_and_numa(tmp_path: Path) -> None:
     root = fake_root(tmp_path, "0::/", nodes)
     assert cpu_model(root) == "Test CPU 9000"
     assert numa_nodes(root) == 2
+
+
+@pytest.mark.parametrize(
+    ("soft", "capabilities", "limit"),
+    [
+        (8 << 20, "0000000000000000", 8 << 20),
+        (8 << 20, "00000000a80425fb", 8 << 20),  # root of a container, without CAP_IPC_LOCK
+        (8 << 20, "000001ffffffffff", None),
+        (resource.RLIM_INFINITY, "0000000000000000", None),
+    ],
+)
+def test_the_limit_of_locked_memory_does_not_bind_who_may_exceed_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, soft: int, capabilities: str, limit: int | None
+) -> None:
+    root = fake_root(tmp_path, "0::/", {"proc/self/status": f"Name:\tpython\nCapEff:\t{capabilities}\nThreads:\t1\n"})
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, soft))
+    assert memlock_limit(root) == limit
+
+
+def test_a_low_limit_of_locked_memory_is_said_with_both_numbers() -> None:
+    assert memlock_caution(3 * GIB, 3 * GIB) is None
+    assert memlock_caution(3 * GIB, None) is None
+    assert memlock_caution(3 * GIB, 8 << 20) == (
+        "pins 3.0 GiB a rank while RLIMIT_MEMLOCK is 0.008 GiB; if pinning fails, raise it (ulimit -l unlimited)"
+    )
 
 
 def test_this_host_can_be_looked_at() -> None:

@@ -42,7 +42,8 @@ class OffloadedAdamW(torch.optim.AdamW):
     params, lr, betas, eps, weight_decay: as torch.optim.AdamW. model: the FSDP2 model whose gathers wait for deferred
     updates; needed by deferred schedules. schedule: what moves when (`offbench.arms`). implementation: torch's `fused`
     or `foreach` kernel; bits are equal only within one of them. debug: staged state becomes NaN once it is written
-    back, and parameters are NaN until their deferred update. streams, copy_repeat: for tests and emulated links.
+    back, and parameters are NaN until their deferred update. huge_pages: ask for the host memory in 2 MiB pages.
+    streams, copy_repeat: for tests and emulated links.
 
     Under a deferred schedule step() takes the gradients (`p.grad` is None afterwards), and parameters are up to date
     only for the model's own forward and backward; call `drain()` before reading them anywhere else.
@@ -64,6 +65,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         streams: Streams | None = None,
         copy_repeat: float = 1.0,
         debug: bool = False,
+        huge_pages: bool = True,
         **others: Any,
     ) -> None:
         self._settled = 0
@@ -84,7 +86,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         self.schedule = schedule
         self.copy_repeat = copy_repeat
         self.chunks: tuple[Chunk, ...] = ()
-        self.store = HostStore([], pin_for=self.device)
+        self.store = HostStore([], pin_for=self.device, huge_pages=huge_pages)
         self._model = model
         self._streams = streams or DeviceStreams(self.device)
         self._resident: dict[int, torch.Tensor] = {}

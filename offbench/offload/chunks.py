@@ -6,8 +6,9 @@ chunk alone. Inside a chunk each parameter's exp_avg and exp_avg_sq start at mul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 ALIGNMENT = 512
 
@@ -73,6 +74,16 @@ def plan_staging(chunks: Sequence[Chunk], slots: int | None) -> Staging:
     """
     sizes = [chunk.nbytes for chunk in chunks]
     return _side_by_side(sizes) if slots is None else _arena(sizes, slots)
+
+
+def least_arena(sizes: Iterable[int]) -> int:
+    """Smallest staging of arm stream over chunks of these sizes (0: it does not move): any two neighbours fit, so that
+    one moves in while the one before it is written back. A large chunk (an embedding) counts once.
+
+    A step whose gradients leave out the chunk between two large ones still ends: they then move one after the other.
+    """
+    moving = [size for size in sizes if size]
+    return max(map(sum, pairwise(moving)), default=sum(moving))
 
 
 def _arena(sizes: Sequence[int], slots: int) -> Staging:

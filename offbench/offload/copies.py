@@ -91,9 +91,9 @@ class Copier:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue target <- source (uint8, equal sizes), as often as the link demands."""
-        target.copy_(source, non_blocking=True)
-        extra = self.repeat - 1
-        while extra > 1e-9:
-            nbytes = int(min(extra, 1.0) * target.numel())
+        whole = int(self.repeat + 1e-9)
+        for _ in range(whole):
+            target.copy_(source, non_blocking=True)
+        nbytes = int((self.repeat - whole) * target.numel())
+        if nbytes > 0:
             target[:nbytes].copy_(source[:nbytes], non_blocking=True)
-            extra -= 1

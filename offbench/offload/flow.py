@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from offbench.offload.chunks import Chunk
+from offbench.offload.chunks import Chunk, least_arena
 from offbench.offload.engine import Engine, Work
 from offbench.offload.extents import Extent, Extents, Range
 from offbench.offload.gradients import GradientMemory, by_memory, sole_memory
@@ -45,8 +45,6 @@ BURST = 1
 """Chunks that one read queues beyond its own: the host has the forward's kernels to launch, and must not stop."""
 BURST_AT_LEISURE = 3
 """Chunks queued where the device has work for a while and the host is about to wait for it."""
-LEAST_CHUNKS = 2
-"""Smallest arena, in chunks: one moves in while another is written back."""
 
 
 class _Place(NamedTuple):
@@ -102,7 +100,8 @@ class FlowEngine(Engine):
         moving = [c for c in self.chunks if c.index not in self._resident and c.nbytes]
         self._segments = {c.index: segments(c, max(1, self.schedule.chunk_bytes // 8)) for c in moving}
         self._largest = max((c.nbytes for c in moving), default=0)
-        staging = max(self.schedule.staging_bytes or 0, LEAST_CHUNKS * self._largest)
+        self._least_bytes = least_arena(c.nbytes for c in moving)
+        staging = max(self.schedule.staging_bytes or 0, self._least_bytes)
         self._arena_bytes = min(staging, sum(c.nbytes for c in moving))
         self._at_loss = self.schedule.loss_bytes
         self._kept_bytes = sum(state.numel() for state in self._resident.values())
@@ -166,9 +165,9 @@ class FlowEngine(Engine):
             self._step = None
 
     def _fit_arena(self) -> None:
-        """The arena is held at the loss, too: no more of it than may be staged then, but for two chunks."""
+        """The arena is held at the loss, too: no more of it than may be staged then, but for two neighbours."""
         if self._at_loss is not None:
-            self._arena_bytes = min(self._arena_bytes, max(self._at_loss, LEAST_CHUNKS * self._largest))
+            self._arena_bytes = min(self._arena_bytes, max(self._at_loss, self._least_bytes))
 
     def _add_arena(self) -> None:
         left = self._arena_bytes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,9 @@ from pathlib import Path
 import torch
 
 from offbench.errors import OffbenchError
-from offbench.hardware import cgroup_memory
+from offbench.hardware import cgroup_memory, memlock_caution, memlock_limit
 from offbench.offload.readback import device_view
+from offbench.units import gib
 
 PAGE = mmap.PAGESIZE
 SLAB_BYTES = 4 << 30
@@ -32,10 +34,13 @@ class HostStore:
     """Pinned byte ranges for the chunks of one optimizer, zero at first.
 
     sizes: bytes of each chunk, multiples of 512. pin_for: the device whose driver must know the pages; None (or a CPU)
-    leaves them pageable. Raises OffbenchError, with the bytes already pinned, when the driver refuses.
+    leaves them pageable. huge_pages: ask the kernel for 2 MiB pages: fewer faults, but it may stall to find them where
+    memory is fragmented. Before anything is mapped, a container's limit that is too low raises OffbenchError
+    (`require_room`); one that is for as much from every local rank, and a low RLIMIT_MEMLOCK, is a UserWarning. Raises
+    OffbenchError, with the bytes already pinned, when the driver refuses.
     """
 
-    def __init__(self, sizes: Sequence[int], pin_for: torch.device | None = None) -> None:
+    def __init__(self, sizes: Sequence[int], pin_for: torch.device | None = None, *, huge_pages: bool = True) -> None:
         self.requested_bytes = 0
         self.locked_bytes = 0
         self.seconds = 0.0
@@ -44,6 +49,8 @@ class HostStore:
         """(address, bytes) of each slab, for whoever checks on which NUMA node the pages are."""
         self._chunks: list[torch.Tensor] = []
         self._device = pin_for
+        self._huge_pages = huge_pages
+        self._warned = False
         self._pin = pin_for is not None and pin_for.type == "cuda"
         # Views may outlive the store: their memory stays mapped, it is only no longer pinned.
         self._finalizer = weakref.finalize(self, _unregister, self.addresses if self._pin else [])
@@ -61,7 +68,7 @@ class HostStore:
 
     def _take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         began = time.perf_counter()
-        require_room(sum(sizes))
+        self._check(sum(sizes))
         self.requested_bytes += sum(sizes)
         taken = []
         for first, last in _slabs(sizes):
@@ -72,6 +79,17 @@ class HostStore:
                 start += size
         self.seconds += time.perf_counter() - began
         return taken
+
+    def _check(self, nbytes: int) -> None:
+        """Say what limits stand against so many more bytes; those that may not bind once, as a warning."""
+        require_room(nbytes)
+        total = self.requested_bytes + nbytes
+        cautions = [crowding(total, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))]
+        if self._pin:
+            cautions.append(memlock_caution(total, memlock_limit()))
+        for caution in filter(None, [] if self._warned else cautions):
+            self._warned = True
+            warnings.warn(f"this process {caution}", UserWarning, stacklevel=4)
 
     def chunk(self, index: int) -> torch.Tensor:
         """uint8 [bytes of the chunk], at the same address for good."""
@@ -91,7 +109,7 @@ class HostStore:
             return torch.empty(0, dtype=torch.uint8)
         rounded = -(-nbytes // PAGE) * PAGE
         memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        if self._huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)  # fewer, larger faults; the kernel may ignore it
         if self._pin:
             # A forked child (a data loader's worker) must not share these pages: copy-on-write could move them away
@@ -129,6 +147,17 @@ def require_room(nbytes: int, root: Path = Path("/")) -> None:
                 f"{max(0, limit - used) / 2**30:.1f} GiB more of its {limit / 2**30:.1f}; raise its memory limit, "
                 "or run fewer ranks in it"
             )
+
+
+def crowding(nbytes: int, ranks: int, root: Path = Path("/")) -> str | None:
+    """Why a container is too small for as many bytes from each local rank, which all find room before they begin."""
+    for limit, _ in cgroup_memory(root):
+        if ranks > 1 and ranks * nbytes > limit:
+            return (
+                f"takes {gib(nbytes)} GiB of host memory, as {ranks} local ranks may do, and its container has "
+                f"{gib(limit)} GiB for all; if the ranks share it, raise its memory limit, or run fewer ranks in it"
+            )
+    return None
 
 
 def _unregister(slabs: list[tuple[int, int]]) -> None:

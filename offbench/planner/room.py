@@ -11,13 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from offbench.offload.chunks import Chunk, plan_staging
+from offbench.offload.chunks import Chunk, least_arena, plan_staging
 from offbench.offload.schedule import Schedule
 from offbench.planner.inputs import Layout
 from offbench.planner.policy import Policy, grows, written_in_forward
-
-LEAST_CHUNKS = 2
-"""Least staging of arm stream, in chunks: one moves in while another is written back."""
 
 
 @dataclass
@@ -119,7 +116,7 @@ class Arena:
         sizes = [chunk.nbytes for chunk in moving]
         self._prefetch = policy.prefetch
         self._total = sum(sizes)
-        least = min(self._total, LEAST_CHUNKS * max(sizes, default=0))
+        least = least_arena(sizes)
         self._staging = staging_bytes if policy.prefetch else min(self._total, max(staging_bytes, least))
         policy = replace(policy, staging_bytes=self._staging)
         self._growth = grows(policy, layout.nbytes, layout.gradients)

@@ -39,8 +39,9 @@ class Size:
 
 SMALL_MODELS = Size(4, 64, 2, (128 << 10, 512 << 10))
 """Two matrices a chunk, so that a step has five chunks or more: what a CPU trains in a tenth of a second."""
-LARGE_MODELS = Size(6, 256, 6, (2 << 20, 2 << 20))
-"""Chunks of 1 MiB on two ranks: copies that take a device long enough to be overtaken."""
+LARGE_MODELS = Size(6, 256, 3, (2 << 20, 2 << 20))
+"""Chunks of 1 MiB on two ranks: copies that take a device long enough to be overtaken. The mixture of experts has five
+of them, and no more layers than that takes: launching its many small kernels is what a GPU run waits for."""
 
 
 @dataclass(frozen=True)
@@ -217,18 +218,25 @@ PLAIN = Pace("device streams")
 ON_DEVICE = (PLAIN, Pace("device streams, copies 40 times as long", copy_repeat=40.0))
 
 
-def paces(device: str, world: int, schedule: Schedule, number: int, quick: bool) -> list[Pace]:
-    """The paces of the cell with that number in its table.
+def paces(device: str, world: int, schedule: Schedule, row: int, column: int, quick: bool) -> list[Pace]:
+    """The paces of the cell in that row and column of its table.
 
     On CPU the device's streams prove little, since everything runs when it is called: there a schedule with streams
-    runs under the adversary, a pace or two a cell, the next cell under the following ones.
+    runs under the adversary, a pace or two a cell, the next row and the next world under the following ones.
+    On CUDA every arm runs the first job at both paces, and the others at one of them: the parity of the row's binary
+    digits says which, so that each condition (a digit of the row) meets both.
     """
     if not schedule.offloaded:
         return [PLAIN]
-    if device != "cpu":  # where the update is the copy, no byte can be copied again
-        return [PLAIN] if schedule.update == "host_memory" else list(ON_DEVICE)
+    first = row == 0
+    if device != "cpu":
+        # One stream keeps its order however long copies take; where the update is the copy, none can be repeated.
+        if not schedule.copy_streams or schedule.update == "host_memory":
+            return [PLAIN]
+        return list(ON_DEVICE) if first else [ON_DEVICE[(row.bit_count() + column) % 2]]
     if not schedule.copy_streams:
         return [ADVERSARIES[0]]
     choice = ADVERSARIES if quick else (*ADVERSARIES, PLAIN)
-    each = 1 if world > 2 else 2
-    return [choice[(number * each + i) % len(choice)] for i in range(each)]
+    turn = 4 * world + row + column
+    each = 2 if world <= 2 and (first or not quick) else 1
+    return [choice[(turn + i) % len(choice)] for i in range(each)]

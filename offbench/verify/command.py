@@ -51,14 +51,20 @@ def verify_command(flags: VerifyFlags) -> int:
 
     drop = _drop(flags.drop_wait, device)
     began = time.perf_counter()
-    cells: list[table.Cell] = []
+    launches = []
     for world in worlds:
         jobs = tuple(cases(world, flags.quick, LARGE_MODELS if device == "cuda" else SMALL_MODELS))
         processes = 1 if device == "cuda" and world > gpus else world
-        launch = Launch(world, processes, device, jobs, tuple(chosen), flags.quick, drop)
+        parts = _parts(len(jobs), processes, device)
+        launches.append(Launch(world, processes, device, jobs, tuple(chosen), flags.quick, drop, parts))
+    cells: list[table.Cell] = []
+    # One GPU waits for the host most of the time, and has room for several processes that do not talk to each other.
+    alone = device == "cuda" and all(launch.processes == 1 for launch in launches)
+    for together in [launches] if alone else [[launch] for launch in launches]:
         with tempfile.TemporaryDirectory() as folder:
-            answers, failure = run(launch, Path(folder))
-        cells += table.judge(jobs, chosen, answers, launch.rehearsed, failure)
+            found = run(together, Path(folder))
+        for launch, (answers, failure) in zip(together, found, strict=True):
+            cells += table.judge(launch.cases, chosen, answers, launch.rehearsed, failure)
     if flags.format == "json":
         print(table.to_json(cells, device, torch.__version__))
     else:
@@ -86,6 +92,15 @@ def _worlds(nproc: int | None, gpus: int) -> Sequence[int]:
     if nproc not in WORLDS:
         raise UsageError(f"--nproc {nproc}: choose {', '.join(map(str, WORLDS[:-1]))} or {WORLDS[-1]}")
     return [nproc]
+
+
+def _parts(jobs: int, processes: int, device: str) -> int:
+    """Into how many process groups to part one process's jobs: four jobs or more each, which repay its start, and a
+    core each (on CUDA two, and four groups at most: they share a device). Ranks that talk to each other get all cores.
+    """
+    cores = len(os.sched_getaffinity(0))
+    most = min(4, cores // 4) if device == "cuda" else cores
+    return max(1, min(most, jobs // 4)) if processes == 1 else 1
 
 
 def _drop(name: str | None, device: str) -> Why | None:

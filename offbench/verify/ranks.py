@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -22,7 +22,7 @@ import torch
 import torch._dynamo  # imported here, so that no forked rank pays for it
 import torch.distributed as dist
 import torch.distributed.fsdp  # likewise
-from torch.multiprocessing.spawn import ProcessException, start_processes
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
 from offbench.offload.streams import Why
 from offbench.verify.cases import Case, Variant, paces
@@ -46,6 +46,14 @@ class Launch:
     variants: tuple[Variant, ...]
     quick: bool
     drop: Why | None = None
+    parts: int = 1
+    """How many process groups share the cases, at the same time."""
+
+    def part_of(self, row: int) -> int:
+        """Which group trains that case. Neighbours stay together, since they share their reference; and every round
+        begins with another group, or all cases with many backwards would meet in one."""
+        turn, pair = divmod(row // 2, self.parts)
+        return (pair + turn) % self.parts
 
     @property
     def rehearsed(self) -> bool:
@@ -53,45 +61,65 @@ class Launch:
         return self.processes < self.world
 
 
-def run(launch: Launch, folder: Path) -> tuple[list[Answer], str | None]:
-    """Train everything; the ranks' answers, and what went wrong when a rank ended before its time.
+def run(launches: Sequence[Launch], folder: Path) -> list[tuple[list[Answer], str | None]]:
+    """Train everything, all launches at the same time; of each the ranks' answers, and what went wrong when a rank
+    ended before its time.
 
     folder: an empty one, for the ranks' files.
     """
-    if launch.device == "cuda":
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic products; read when CUDA starts
+    started = []
+    for number, launch in enumerate(launches):
+        if launch.device == "cuda":
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic products; read when CUDA starts
+        for part in range(launch.parts):
+            where = folder / f"{number}.{part}"
+            where.mkdir()
+            started.append((number, where, _start(launch, part, where)))
+    found: list[tuple[list[Answer], str | None]] = [([], None) for _ in launches]
+    for number, where, context in started:
+        answers, failure = found[number]
+        try:
+            while not context.join():
+                pass
+        except ProcessException as error:
+            failure = failure or str(error).strip().splitlines()[-1]
+        answers += [answer for rank in range(launches[number].processes) for answer in _read(where, rank)]
+        found[number] = answers, failure
+    return found
+
+
+def _start(launch: Launch, part: int, where: Path) -> ProcessContext:
     method = "spawn" if launch.device == "cuda" else "fork"
-    failure = None
-    try:
-        start_processes(  # type: ignore[no-untyped-call]
-            _rank, (launch, str(folder)), nprocs=launch.processes, start_method=method
-        )
-    except ProcessException as error:
-        failure = str(error).strip().splitlines()[-1]
-    answers = [answer for rank in range(launch.processes) for answer in _read(folder / f"{rank}.jsonl", rank)]
-    return answers, failure
+    context: ProcessContext | None = start_processes(  # type: ignore[no-untyped-call]
+        _rank, (launch, part, str(where)), nprocs=launch.processes, join=False, start_method=method
+    )
+    assert context is not None
+    return context
 
 
-def _read(path: Path, rank: int) -> Iterator[Answer]:
+def _read(where: Path, rank: int) -> Iterator[Answer]:
     """A rank's answers, as far as it got."""
+    path = where / f"{rank}.jsonl"
     if path.exists():
         for line in path.read_text().splitlines():
             case, arm, verdict, text, difference = json.loads(line)
             yield Answer(case, arm, rank, verdict, text, difference)
 
 
-def _rank(rank: int, launch: Launch, folder: str) -> None:
+def _rank(rank: int, launch: Launch, part: int, folder: str) -> None:
     """A rank's process. Its file gets a line per cell, whole or not at all."""
     torch.set_num_threads(1)
     yield_cores()
     device = _join(rank, launch, folder)
     references: References = {}
     with open(Path(folder) / f"{rank}.jsonl", "w", buffering=1) as out:
-        for number, case in enumerate(launch.cases):
+        for row, case in enumerate(launch.cases):
+            if launch.part_of(row) != part:
+                continue
             began = time.perf_counter()
-            _train(Trial(case, rank, device, launch.drop), number, launch, references, out)
+            _train(Trial(case, rank, device, launch.drop), row, launch, references, out)
             if rank == 0:
-                where = f"{number + 1} of {len(launch.cases)}"
+                where = f"{row + 1} of {len(launch.cases)}"
                 print(f"{case.name} ({where}): {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
     dist.destroy_process_group()
 
@@ -114,6 +142,8 @@ def _join(rank: int, launch: Launch, folder: str) -> torch.device:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # It would write NaN into all new memory, with a kernel for each tensor: a third more for the host to launch.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         # While that is only warned about, attention's fused kernels go on adding up in any order: products remain.
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -135,58 +165,94 @@ def _join(rank: int, launch: Launch, folder: str) -> torch.device:
     return device
 
 
-References = dict[Case, tuple[Snapshot, str | None]]
-"""What torch.optim.AdamW ends with uninterrupted, and why that can prove nothing; None when it can."""
+References = dict[Case, Snapshot]
+"""What torch.optim.AdamW ends with, uninterrupted."""
 
 
-def _reference(trial: Trial, references: References) -> tuple[Snapshot, str | None]:
-    """The case's reference. It runs twice: a job that does not repeat itself proves nothing.
-
-    references: those of earlier cases, since a resumed case has the one of its uninterrupted twin.
-    """
+def _reference(trial: Trial, references: References) -> Snapshot:
+    """The case's reference. references: those of earlier cases, since a resumed case has that of its uninterrupted
+    twin."""
     case = trial.case.uninterrupted
     if case not in references:
         references.clear()  # only neighbours share
-        expected = trial.reference()
-        references[case] = expected, _unfit(expected, trial.reference())
-    expected, unfit = references[case]
-    if trial.case.resume and unfit is None:
-        unfit = _unfit(expected, trial.reference(resume=True))
-    return expected, unfit
+        references[case] = trial.reference()
+    return references[case]
 
 
-def _unfit(expected: Snapshot, again: Snapshot) -> str | None:
-    if unequal := first_difference(expected, again):
-        return f"torch.optim.AdamW against itself: {unequal.describe()}"
-    if broken := first_not_finite(expected):
-        return f"torch.optim.AdamW ends with a {broken} that is not finite, and would equal any other such"
-    return None
-
-
-def _train(trial: Trial, number: int, launch: Launch, references: References, out: TextIO) -> None:
+def _train(trial: Trial, row: int, launch: Launch, references: References, out: TextIO) -> None:
     """One row of the table."""
-
-    def answer(variant: Variant, verdict: str, text: str = "", difference: object = None) -> None:
-        print(json.dumps([trial.case.name, variant.name, verdict, text, difference]), file=out)
-
+    line = _Line(trial, row, launch, out)
+    left = dict(enumerate(launch.variants))
     if why := trial.case.not_applicable:
-        for variant in launch.variants:
-            answer(variant, "n/a", why)
+        line.answer_all("n/a", why)
         return
-    expected, unfit = _reference(trial, references)
-    for column, variant in enumerate(launch.variants):
-        if unfit is not None:
-            answer(variant, "not judgeable", unfit)
-            continue
-        answer(variant, "started")
-        schedule, cell = variant.schedule(trial.case.chunk_bytes), number * len(launch.variants) + column
+    expected = _reference(trial, references)
+    unfit = _somewhere(_not_finite(expected), trial)
+    if unfit is None:
+        # A job that does not repeat itself proves nothing. An arm that has nothing to move is torch's kernel on the
+        # same memory: ending with the reference's bits, it shows that the job does. Else the reference runs again.
+        control = next((c for c, v in left.items() if not v.schedule(trial.case.chunk_bytes).offloaded), None)
+        if control is None or _any(line.fails(control, left.pop(control), expected), trial):
+            unfit = _somewhere(_unequal(expected, trial.reference(trial.case.resume)), trial)
+    if unfit is not None:
+        line.answer_all("not judgeable", unfit)
+        return
+    for column, variant in left.items():
+        line.fails(column, variant, expected)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """What a rank writes down about one case."""
+
+    trial: Trial
+    row: int
+    launch: Launch
+    out: TextIO
+
+    def answer(self, variant: Variant, verdict: str, text: str = "", difference: object = None) -> None:
+        """A word about one cell; the last one counts."""
+        print(json.dumps([self.trial.case.name, variant.name, verdict, text, difference]), file=self.out)
+
+    def answer_all(self, verdict: str, text: str) -> None:
+        """The same for every cell."""
+        for variant in self.launch.variants:
+            self.answer(variant, verdict, text)
+
+    def fails(self, column: int, variant: Variant, expected: Snapshot) -> bool:
+        """Run one cell and say whether it fails on this rank."""
+        self.answer(variant, "started")
+        launch, schedule = self.launch, variant.schedule(self.trial.case.chunk_bytes)
         # All paces on every rank, also after a difference: the other ranks may have found none, and go on.
-        tried = [
-            trial.differs(expected, variant, pace)
-            for pace in paces(launch.device, launch.world, schedule, cell, launch.quick)
-        ]
+        every = paces(launch.device, launch.world, schedule, self.row, column, launch.quick)
+        tried = [self.trial.differs(expected, variant, pace) for pace in every]
         found = next((difference for difference in tried if difference is not None), None)
-        if found is not None:
-            answer(variant, "FAIL", found.describe(), dataclasses.asdict(found))
+        if found is None:
+            self.answer(variant, "pass")
         else:
-            answer(variant, "pass")
+            self.answer(variant, "FAIL", found.describe(), dataclasses.asdict(found))
+        return found is not None
+
+
+def _not_finite(expected: Snapshot) -> str | None:
+    broken = first_not_finite(expected)
+    if broken is None:
+        return None
+    return f"torch.optim.AdamW ends with a {broken} that is not finite, and would equal any other such"
+
+
+def _unequal(expected: Snapshot, again: Snapshot) -> str | None:
+    unequal = first_difference(expected, again)
+    return None if unequal is None else f"torch.optim.AdamW against itself: {unequal.describe()}"
+
+
+def _somewhere(why: str | None, trial: Trial) -> str | None:
+    """A reason that any rank has, on every rank: all go the same way, or some would wait for the others."""
+    return why or ("see the other ranks" if _any(why is not None, trial) else None)
+
+
+def _any(here: bool, trial: Trial) -> bool:
+    """Whether it is so on any rank."""
+    flag = torch.tensor(int(here), device=trial.device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)

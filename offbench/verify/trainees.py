@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from offbench.config import Mode, RunSpec, Workload
-from offbench.verify.cases import Case
+from offbench.verify.cases import STEPS, Case
 from offbench.workload.parallel import Job, Meshes, as_fsdp
 from offbench.workload.parallel import build as build_job
 
@@ -100,8 +100,7 @@ def _mlp(case: Case, rank: int, device: torch.device) -> Trainee:
 
     def backward(step: int) -> None:
         for micro in range(case.accumulation):  # reduced each time: sharded gradients add up in p.grad
-            generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
-            x = torch.randn(SAMPLES, size.width, generator=generator).to(device)
+            x = _input(size.width, 1000 * step + 100 * micro + rank, device)
             (model(x) / case.accumulation).backward()
 
     def clip() -> None:
@@ -109,6 +108,13 @@ def _mlp(case: Case, rank: int, device: torch.device) -> Trainee:
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
 
     return Trainee(model, backward, clip)
+
+
+@functools.lru_cache(maxsize=4 * STEPS)
+def _input(width: int, seed: int, device: torch.device) -> Tensor:
+    """[SAMPLES, width] on the device. One run makes them, the others find them there: the host waits for a copy of
+    pageable memory, and with it for whatever a step has left to do."""
+    return torch.randn(SAMPLES, width, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def _moe(case: Case, rank: int, device: torch.device) -> Trainee:

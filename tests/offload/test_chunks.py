@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbench.offload.chunks import ALIGNMENT, plan_chunks, plan_staging
+from offbench.offload.chunks import ALIGNMENT, least_arena, plan_chunks, plan_staging
 from offbench.workload.presets import find
 
 MIB = 1 << 20
@@ -68,6 +68,14 @@ def test_a_parameter_above_the_cap_costs_its_own_size_once(
     (alone,) = (chunk for chunk in chunks if chunk.nbytes > cap)
     assert len(alone.members) == 1
     assert plan_staging(chunks, slots).nbytes <= alone.nbytes + slots * cap
+
+
+@pytest.mark.parametrize(
+    ("sizes", "least"),
+    [([], 0), ([5], 5), ([0, 5], 5), ([9, 2, 3, 4], 11), ([4, 0, 5, 1], 9), ([2, 9, 3, 9], 12)],
+)
+def test_the_least_arena_holds_any_two_neighbours_that_move(sizes: list[int], least: int) -> None:
+    assert least_arena(sizes) == least
 
 
 @given(

@@ -15,9 +15,12 @@ from torch.distributed.fsdp import fully_shard
 
 from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialEvent, AdversarialStreams
-from offbench.offload.chunks import ALIGNMENT
+from offbench.offload.chunks import ALIGNMENT, Chunk, plan_chunks
+from offbench.offload.copies import Copier
+from offbench.offload.engine import Work
 from offbench.offload.extents import Extents, Range, later
 from offbench.offload.flow import FlowEngine
+from offbench.offload.hoststore import HostStore
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged, segments
 from offbench.offload.streams import DeviceStreams, Why
@@ -77,8 +80,6 @@ def test_the_next_user_waits_for_the_latest_event_of_each_reason() -> None:
 
 
 def test_large_moments_are_staged_apart_and_small_ones_together() -> None:
-    from offbench.offload.chunks import plan_chunks
-
     (chunk,) = plan_chunks([512, 512, 4096], 1 << 20)
     assert segments(chunk, 4096) == [(0, 6144), (6144, 4096)]
     assert segments(chunk, 1) == [(0, 512), (512, 512), (1024, 512), (1536, 512), (2048, 4096), (6144, 4096)]
@@ -476,3 +477,33 @@ def test_pieces_cut_chunks_and_keep_the_windows() -> None:
     assert (cut.chunk_bytes, cut.slots, cut.lead, cut.ahead) == (1 << 18, 16, 32, 12)
     assert whole.in_pieces(1) == whole
     assert dataclasses.replace(whole, slots=None, copy_streams=False, deferred=False).in_pieces(4).slots is None
+
+
+UNEVEN = (1024, 64, 1024, 512, 64)
+"""Elements: chunks of one parameter each, the large ones never neighbours."""
+
+
+def updates_in(chunks: tuple[Chunk, ...], left_out: set[int]) -> tuple[int, int, list[int]]:
+    """Arena, largest staging and updated chunks of two steps over those chunks, without some in each."""
+    store, streams, done = HostStore([chunk.nbytes for chunk in chunks]), AdversarialStreams(), []
+    schedule = dataclasses.replace(stream(loss_bytes=0), lead=1)
+    engine = FlowEngine(chunks, store, schedule, streams, Copier())
+    for _ in range(2):
+        works = [
+            Work(c, lambda state, i=c.index: done.append(i), [torch.zeros(c.nbytes // 8)], [torch.zeros(1)])
+            for c in chunks
+            if c.index not in left_out
+        ]
+        engine.step(works)
+    engine.drain()
+    return engine._arena_bytes, engine.staging_peak, done
+
+
+@given(left_out=st.sets(st.integers(0, len(UNEVEN) - 1)))
+def test_the_least_arena_serves_a_step_that_leaves_chunks_out(left_out: set[int]) -> None:
+    """Without the small chunk between them two large ones are neighbours, and move one after the other."""
+    chunks = plan_chunks([4 * elements for elements in UNEVEN], 1)
+    arena, peak, done = updates_in(chunks, left_out)
+    assert arena == 8 * (1024 + 512)
+    assert peak <= arena
+    assert done == 2 * [chunk.index for chunk in chunks if chunk.index not in left_out]

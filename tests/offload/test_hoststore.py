@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from offbench.errors import OffbenchError
-from offbench.offload import hoststore
+from offbench.offload import OffloadedAdamW, hoststore
 from offbench.offload.chunks import plan_chunks
 from offbench.offload.hoststore import PAGE, HostStore, require_room
+from offbench.offload.schedule import Schedule
 from offbench.units import GIB
 from tests.offload.test_chunks import local_bytes
 
@@ -73,6 +76,58 @@ def test_a_store_asks_for_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OffbenchError, match="this container may take only"):
         store.extend([8192])
     assert store.requested_bytes == 4096
+
+
+def test_local_ranks_that_all_find_room_are_warned_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hoststore, "cgroup_memory", lambda root: [(16384, 4096)])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    HostStore([8192])
+    with pytest.warns(UserWarning, match="as 2 local ranks may do, and its container has"):
+        HostStore([12288])
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HostStore([12288])
+
+
+def test_a_low_limit_of_locked_memory_is_said_once_and_before_anything_is_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[int] = []
+
+    def slab(self: HostStore, nbytes: int) -> torch.Tensor:
+        order.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(HostStore, "_slab", slab)
+    monkeypatch.setattr(hoststore, "memlock_limit", lambda: 8192)
+    device = torch.device("cuda")  # nothing is pinned: no slab is made
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store = HostStore([4096], pin_for=device)
+        HostStore([16384])  # pageable memory locks nothing
+        with pytest.raises(UserWarning, match="this process pins"):
+            HostStore([16384], pin_for=device)
+    assert order == [4096, 16384]
+    with pytest.warns(UserWarning, match="while RLIMIT_MEMLOCK is 0.000 GiB"):
+        store.extend([8192])  # with what is pinned already
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.extend([8192])
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_huge_pages_are_asked_for_unless_they_are_not_wanted(monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
+    asked: list[int] = []
+
+    class Recorded(mmap.mmap):
+        def madvise(self, option: int, *rest: int) -> None:
+            asked.append(option)
+
+    monkeypatch.setattr(hoststore.mmap, "mmap", Recorded)
+    schedule = Schedule("chunked", offloaded=True, slots=2)
+    OffloadedAdamW([torch.nn.Parameter(torch.zeros(512))], schedule=schedule, huge_pages=wanted)
+    assert asked == [mmap.MADV_HUGEPAGE] * wanted
 
 
 @pytest.mark.gpu
