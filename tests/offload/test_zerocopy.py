@@ -393,7 +393,7 @@ def test_a_launch_that_staged_its_state_is_invalid() -> None:
 
 def test_on_a_gpu_it_is_proven_at_the_links_own_speed() -> None:
     schedule = Variant("zerocopy").schedule(1 << 20)
-    assert paces("cuda", 2, schedule, 0, quick=True) == [PLAIN]
+    assert paces("cuda", 2, schedule, 0, 0, quick=True) == [PLAIN]
 
 
 def test_the_gpu_holds_no_state_and_no_staging() -> None:
