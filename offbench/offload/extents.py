@@ -74,7 +74,8 @@ class Extents:
         self.all: list[Extent] = []
         self.nbytes = 0
         """Bytes of all extents, free or not."""
-        self._free = 0
+        self.free_bytes = 0
+        """Of them, those that nobody has taken."""
         self._clock = 0
 
     def add(self, memory: torch.Tensor, why: Why, ready: Event) -> Extent:
@@ -83,13 +84,13 @@ class Extents:
         extent.free.append(_Free(0, extent.nbytes, {why: (self._now(), ready)}))
         self.all.append(extent)
         self.nbytes += extent.nbytes
-        self._free += extent.nbytes
+        self.free_bytes += extent.nbytes
         return extent
 
     def take(self, sizes: Iterable[int]) -> list[Range] | None:
         """A range for each of the sizes, or None, and nothing taken, when they do not all fit."""
         wanted = [-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes]
-        if sum(wanted) > self._free:  # most calls end here
+        if sum(wanted) > self.free_bytes:  # most calls end here
             return None
         taken: list[Range] = []
         for nbytes in wanted:
@@ -98,7 +99,7 @@ class Extents:
                 for one in reversed(taken):
                     self._insert(one.extent, _Free(one.start, one.stop, one.guards))
                 return None
-            self._free -= nbytes
+            self.free_bytes -= nbytes
             taken.append(found)
         return taken
 
@@ -116,7 +117,7 @@ class Extents:
         assert extent.idle
         self.all.remove(extent)
         self.nbytes -= extent.nbytes
-        self._free -= extent.nbytes
+        self.free_bytes -= extent.nbytes
         return [(why, event) for why, (_, event) in extent.free[0].guards.items()]
 
     @staticmethod
@@ -145,7 +146,7 @@ class Extents:
 
     def _insert(self, extent: Extent, new: _Free) -> None:
         """Add a free range and merge it with its neighbours."""
-        self._free += new.stop - new.start
+        self.free_bytes += new.stop - new.start
         for other in [free for free in extent.free if free.stop == new.start or free.start == new.stop]:
             extent.free.remove(other)
             new = _Free(min(other.start, new.start), max(other.stop, new.stop), later(other.guards, new.guards))

@@ -61,15 +61,27 @@ def test_no_byte_is_taken_twice_and_none_is_lost(sizes: list[int], moves: list[t
             assert together[-1][1] == extent.nbytes
             assert all(a[1] == b[0] for a, b in itertools.pairwise(together))
             assert all(a[1] < b[0] for a, b in itertools.pairwise(free)), "neighbours are merged"
+        assert memory.free_bytes == sum(one.stop - one.start for extent in memory.all for one in extent.free)
+        assert memory.nbytes == sum(extent.nbytes for extent in memory.all)
     for one in taken:
         memory.give(one, Why.SLOT_FREE, event())
     assert all(extent.idle for extent in memory.all)
+    for extent in list(memory.all):
+        memory.remove(extent)
+    assert (memory.free_bytes, memory.nbytes) == (0, 0)
 
 
 def test_sizes_that_do_not_all_fit_take_nothing() -> None:
     memory = extents(4 * ALIGNMENT)
     assert memory.take([3 * ALIGNMENT, 2 * ALIGNMENT]) is None
     assert memory.all[0].idle
+    memory.add(torch.empty(2 * ALIGNMENT, dtype=torch.uint8), Why.ARENA_READY, event())
+    assert memory.take([2 * ALIGNMENT, 3 * ALIGNMENT, ALIGNMENT]) is not None
+    assert memory.take([1]) is None
+    memory = extents(2 * ALIGNMENT, 2 * ALIGNMENT)
+    assert memory.take([ALIGNMENT, 3 * ALIGNMENT]) is None, "enough in all, but not in one piece"
+    assert memory.free_bytes == 4 * ALIGNMENT
+    memory = extents(4 * ALIGNMENT)
     assert memory.take([3 * ALIGNMENT, ALIGNMENT]) is not None
 
 
