@@ -196,6 +196,18 @@ class InOrderEngine(Engine):
     """The engines that queue a chunk's whole work at once, chunk after chunk. Only one step can have work left: the
     next step() first queues whatever the forward never asked for."""
 
+    def step(self, works: Sequence[Work]) -> None:
+        """Queue one optimizer step. Synchronous schedules return when it is done, deferred ones after `lead`
+        chunks."""
+        self.queue_all()
+        if works:
+            self._count_step()
+            self._begin_step(works)
+
+    @abstractmethod
+    def _begin_step(self, works: Sequence[Work]) -> None:
+        """Queue what step() itself queues of this step's work; nothing is owed from the one before."""
+
     def queue_all(self) -> None:
         """Queue every update the forward has not asked for."""
         self._queue(len(self._waiting()))

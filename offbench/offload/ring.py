@@ -67,13 +67,7 @@ class RingEngine(InOrderEngine):
         """The staging arena."""
         return self._staging.nbytes
 
-    def step(self, works: Sequence[Work]) -> None:
-        """Queue one optimizer step. Synchronous schedules return when it is done, deferred ones after `lead`
-        chunks."""
-        self.queue_all()
-        if not works:
-            return
-        self._count_step()
+    def _begin_step(self, works: Sequence[Work]) -> None:
         if self._whole_first or not self.schedule.copy_streams:
             self._whole_first = False
             self._in_turn(works)

@@ -12,20 +12,19 @@ from typing import Literal
 
 from offbench.errors import UsageError
 from offbench.offload.chunks import Chunk, plan_chunks
+from offbench.offload.zerocopy import PROGRAMS
 from offbench.units import GIB
 from offbench.workload.presets import ModelShape
 
 FP32 = 4
 """Bytes of one parameter, and of each of its two moments."""
-PROGRAMS = 8
-"""Of the kernel that updates state in host memory; each takes a multiprocessor from the model while it runs."""
 PROGRAM_RATE = 56.9 / 4 * GIB
 """Bytes/s, both ways, of one such program where the link is no limit: 4 of them moved 56.9 GiB/s on an H200
 (python -m offbench.offload.zerocopy, 2026-11-29)."""
 IN_PLACE = 77.3 / 94.2
 """Share of the copy engines' rate both ways that enough programs reach; the same launch, 8 programs."""
 MULTIPROCESSORS = 132
-"""Of an H200 (datasheet)."""
+"""Of an H200 (datasheet). Each program is assumed to take one from the model while it runs; that is not measured."""
 
 
 @dataclass(frozen=True)

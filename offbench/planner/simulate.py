@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from offbench.offload.schedule import Schedule
-from offbench.planner.inputs import MULTIPROCESSORS, PROGRAMS, Compute, Footprint, Layout, Links
+from offbench.offload.zerocopy import PROGRAMS
+from offbench.planner.inputs import MULTIPROCESSORS, Compute, Footprint, Layout, Links
 from offbench.planner.policy import Policy
 from offbench.planner.result import Simulated, Span, Waits
 from offbench.planner.room import Progress, Sums, make_room, resident

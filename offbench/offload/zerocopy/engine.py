@@ -41,13 +41,7 @@ class ZeroCopyEngine(InOrderEngine):
         """None is ever held."""
         return 0
 
-    def step(self, works: Sequence[Work]) -> None:
-        """Queue one optimizer step. Synchronous schedules return when it is done, deferred ones after `lead`
-        chunks."""
-        self.queue_all()
-        if not works:
-            return
-        self._count_step()
+    def _begin_step(self, works: Sequence[Work]) -> None:
         self._step = deque(works)
         if self.schedule.deferred:
             self._streams.side("update").wait(self._streams.compute().record(), Why.GRADIENTS_READY)

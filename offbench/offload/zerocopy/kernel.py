@@ -29,9 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 8
-"""Enough for both directions of a PCIe Gen5 x16 link: on an H200 a prototype moved 78 GiB/s in all, 67 with half as
-many. More took multiprocessors from the model and gained nothing."""
+from offbench.offload.zerocopy import PROGRAMS
+
 BLOCK = 4096
 """Elements that a program works on at a time."""
 WARPS, STAGES = 8, 3
