@@ -7,7 +7,7 @@ ordinary AdamW; the engine stages them on the device chunk by chunk, in the orde
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,23 +16,24 @@ import torch
 from torch import nn
 
 from offbench.errors import OffbenchError
-from offbench.offload import fsdp, updates
+from offbench.offload import fsdp
 from offbench.offload.backends import missing_backend
 from offbench.offload.budget import leading, relocate
 from offbench.offload.chunks import Chunk, plan_chunks
 from offbench.offload.copies import Ledger
 from offbench.offload.deferral import deferrable, in_gather_order
-from offbench.offload.engine import Engine
+from offbench.offload.engine import Engine, Work
 from offbench.offload.engines import engine_for
+from offbench.offload.gradients import own
 from offbench.offload.hoststore import HostStore
-from offbench.offload.hyper import capture, refuse, refuse_options
-from offbench.offload.layout import Member, alias, local_of, moments_in
+from offbench.offload.hyper import Hyper, capture, refuse, refuse_options
+from offbench.offload.layout import Member, local_of, moments_in
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
 from offbench.offload.stale import hidden
 from offbench.offload.state import check_saved, load_groups, load_moments, places
 from offbench.offload.streams import DeviceStreams, Streams
-from offbench.offload.updates import Implementation
+from offbench.offload.updates import ChunkUpdates, Implementation
 from offbench.offload.zerocopy.support import in_host_memory
 
 
@@ -91,7 +92,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._streams = streams or DeviceStreams(self.device)
         self._resident: dict[int, torch.Tensor] = {}
         """State that stays on the device, by chunk: all of it, or what `schedule.resident_bytes` allows."""
-        self._members: list[list[Member]] = []
+        self._updates: list[ChunkUpdates] = []
         self._engine: Engine | None = None
         self._finalizer: weakref.finalize[[Engine, fsdp.ReadGuard], OffloadedAdamW] | None = None
         self._debug = debug
@@ -129,7 +130,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         for chunk, home in zip(new, homes, strict=True):
             mine, members = members[: len(chunk.members)], members[len(chunk.members) :]
             states |= {p: {"step": torch.tensor(0.0), **found} for p, found in moments_in(home, mine).items()}
-            self._members.append(mine)
+            self._updates.append(ChunkUpdates(chunk, mine, self.implementation))
         self.state.update((parameter, states[parameter]) for parameter in given)
         self.chunks += new
         if self.schedule.offloaded:
@@ -146,7 +147,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             self._finalizer = None
         if self.schedule.deferred:
             assert self._model is not None
-            chunk_of = {m.parameter: index for index, members in enumerate(self._members) for m in members}
+            chunk_of = {m.parameter: update.chunk.index for update in self._updates for m in update.members}
             guard = fsdp.ReadGuard(
                 self._model,
                 chunk_of,
@@ -175,21 +176,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             )
         if late := self._without_state(lambda p: p.grad is not None):  # frozen until now
             self._lay_out(late)
-        hypers = [capture(group) for group in self.param_groups]
-        works = []
-        counters = []
-        for chunk in self.chunks:
-            members = [m for m in self._members[chunk.index] if m.parameter.grad is not None]
-            if not members:
-                continue
-            gradients = [local_of(m.parameter.grad) for m in members]
-            if self.schedule.deferred:  # our own tensors: whoever keeps `p.grad` then counts as a user of its memory
-                gradients = [alias(gradient) for gradient in gradients]
-            counters += [self.state[m.parameter]["step"] for m in members]
-            works.append(updates.work(chunk, members, gradients, hypers, self.implementation, self._in_place(chunk)))
-            if self.schedule.deferred:
-                for member in members:
-                    member.parameter.grad = None
+        works, counters = self._take_gradients([capture(group) for group in self.param_groups])
         if self._debug and self.schedule.deferred:
             works = [hidden(work, self._streams) for work in works]
         if self._engine is not None:
@@ -199,6 +186,36 @@ class OffloadedAdamW(torch.optim.AdamW):
                 work.update(Staged.whole(self._resident[work.chunk.index]))
         if counters:  # no kernel reads these: the device's work is queued first
             torch._foreach_add_(counters, 1)
+
+    def _take_gradients(self, hypers: Sequence[Hyper]) -> tuple[list[Work], list[torch.Tensor]]:
+        """This step's works, and the step counters of the parameters in them.
+
+        Under a deferred schedule the gradients become ours: `p.grad` is None afterwards.
+        """
+        counters: list[torch.Tensor] = []
+        found: list[tuple[ChunkUpdates, list[int]]] = []
+        gradients: list[torch.Tensor] = []
+        for update in self._updates:
+            present = []
+            for position, member in enumerate(update.members):
+                parameter = member.parameter
+                gradient = parameter.grad
+                if gradient is not None:
+                    present.append(position)
+                    gradients.append(local_of(gradient))
+                    counters.append(self.state[parameter]["step"])
+                    if self.schedule.deferred:
+                        parameter.grad = None
+            if present:
+                found.append((update, present))
+        if self.schedule.deferred:
+            gradients = own(gradients)
+        works, taken = [], 0
+        for update, present in found:
+            mine = gradients[taken : taken + len(present)]
+            works.append(update.work(present, mine, hypers, self._in_place(update.chunk)))
+            taken += len(present)
+        return works, counters
 
     def _in_place(self, chunk: Chunk) -> bool:
         """Whether a kernel of ours updates this chunk in host memory; on the CPU torch's does."""
@@ -229,7 +246,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         keep = leading(self.chunks, nbytes)
         for index in relocate(self.chunks, keep, self._resident, self.store, self.device):
             home = self._resident.get(index, self.store.chunk(index))
-            for parameter, moments in moments_in(home, self._members[index]).items():
+            for parameter, moments in moments_in(home, self._updates[index].members).items():
                 self.state[parameter].update(moments)
         self.schedule = replace(self.schedule, resident_bytes=nbytes)
         self._engine.extend(self.chunks, self.schedule)
@@ -275,12 +292,12 @@ class OffloadedAdamW(torch.optim.AdamW):
     def kernel_steps(self) -> tuple[int, int]:
         """Fewest and most steps the AdamW kernel itself has counted over the parameters; drained first."""
         self.drain()
-        counted = [float(member.step) for members in self._members for member in members]
+        counted = [float(member.step) for update in self._updates for member in update.members]
         return int(min(counted)), int(max(counted))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters' state comes behind what is there."""
-        late = hasattr(self, "_members")  # not while torch's constructor adds the first groups
+        late = hasattr(self, "_updates")  # not while torch's constructor adds the first groups
         if late:
             params = param_group["params"]
             listed = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -311,8 +328,8 @@ class OffloadedAdamW(torch.optim.AdamW):
                     self._lay_out(self._without_state(lambda p, wanted=parameter: p is wanted))  # type: ignore[misc]
                 if parameter in self.state:
                     load_moments(self.state[parameter], state_dict["state"].get(key))
-        for members in self._members:
-            for member in members:
+        for update in self._updates:
+            for member in update.members:
                 member.step.copy_(self.state[member.parameter]["step"])
 
 

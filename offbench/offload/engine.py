@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import torch
 
@@ -120,7 +119,12 @@ class Engine(ABC):
 
     def _up_to(self, chunk: int) -> int:
         """How many updates are owed up to and with this chunk."""
-        return sum(1 for _ in takewhile(lambda work: work.chunk.index <= chunk, self._waiting()))
+        count = 0
+        for work in self._waiting():
+            if work.chunk.index > chunk:
+                break
+            count += 1
+        return count
 
     def _move_in(self, stream: Stream, chunk: Chunk, staged: Staged) -> Event:
         """Queue the copies into staging; the event follows the last of them."""

@@ -7,6 +7,7 @@ events its next user has to wait for, so a whole step can be queued at once.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -38,19 +39,31 @@ class Extent:
     @property
     def clear_at(self) -> int:
         """When the last of its ranges was given back, as a number that grows with time."""
-        return max(number for free in self.free for number, _ in free.guards.values())
+        return max(free.entry[1] for free in self.free)
 
     @property
     def idle(self) -> bool:
         """Whether every range has been given back."""
-        return len(self.free) == 1 and self.free[0].stop - self.free[0].start == self.nbytes
+        return len(self.free) == 1 and self.free[0].nbytes == self.nbytes
 
 
-@dataclass(eq=False)
 class _Free:
-    start: int
-    stop: int
-    guards: Guards
+    """A free range of an extent."""
+
+    __slots__ = ("entry", "guards", "start", "stop")
+
+    def __init__(self, extent: Extent, start: int, stop: int, guards: Guards, serial: int) -> None:
+        self.start, self.stop, self.guards = start, stop, guards
+        self.entry: _Entry = (stop - start, max(number for number, _ in guards.values()), start, serial, extent, self)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.stop - self.start
+
+
+_Entry = tuple[int, int, int, int, Extent, _Free]
+"""What free ranges are sorted by: size, how long it has been free, where; a serial number makes each differ."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +90,17 @@ class Extents:
         self.free_bytes = 0
         """Of them, those that nobody has taken."""
         self._clock = 0
+        self._serial = 0
+        self._sorted: list[_Entry] = []
+        """All free ranges: looked through for every part of every chunk that moves in."""
 
     def add(self, memory: torch.Tensor, why: Why, ready: Event) -> Extent:
         """Take over memory (uint8, contiguous) whose last use so far is over when `ready` has passed."""
         extent = Extent(memory, ready)
-        extent.free.append(_Free(0, extent.nbytes, {why: (self._now(), ready)}))
         self.all.append(extent)
         self.nbytes += extent.nbytes
         self.free_bytes += extent.nbytes
+        self._put(extent, 0, extent.nbytes, {why: (self._now(), ready)})
         return extent
 
     def take(self, sizes: Iterable[int]) -> list[Range] | None:
@@ -97,7 +113,7 @@ class Extents:
             found = self._best(nbytes)
             if found is None:
                 for one in reversed(taken):
-                    self._insert(one.extent, _Free(one.start, one.stop, one.guards))
+                    self._insert(one.extent, one.start, one.stop, one.guards)
                 return None
             self.free_bytes -= nbytes
             taken.append(found)
@@ -105,7 +121,7 @@ class Extents:
 
     def give(self, range_: Range, why: Why, event: Event) -> None:
         """Give a range back; its next user waits for `event`, which comes after everything waited for before."""
-        self._insert(range_.extent, _Free(range_.start, range_.stop, {why: (self._now(), event)}))
+        self._insert(range_.extent, range_.start, range_.stop, {why: (self._now(), event)})
 
     @staticmethod
     def guards(ranges: Iterable[Range]) -> list[tuple[Why, Event]]:
@@ -115,10 +131,12 @@ class Extents:
     def remove(self, extent: Extent) -> list[tuple[Why, Event]]:
         """Forget an idle extent, whose memory goes back to whom it came from once the returned events have passed."""
         assert extent.idle
+        last = extent.free[0]
+        self._drop(extent, last)
         self.all.remove(extent)
         self.nbytes -= extent.nbytes
         self.free_bytes -= extent.nbytes
-        return [(why, event) for why, (_, event) in extent.free[0].guards.items()]
+        return [(why, event) for why, (_, event) in last.guards.items()]
 
     @staticmethod
     def passed(extent: Extent) -> bool:
@@ -130,27 +148,32 @@ class Extents:
         return self._clock
 
     def _best(self, nbytes: int) -> Range | None:
-        fitting = [
-            (free.stop - free.start, max(number for number, _ in free.guards.values()), free.start, extent, free)
-            for extent in self.all
-            for free in extent.free
-            if free.stop - free.start >= nbytes
-        ]
-        if not fitting:
+        at = bisect_left(self._sorted, (nbytes,))
+        if at == len(self._sorted):
             return None
-        *_, extent, free = min(fitting, key=lambda found: found[:3])
-        extent.free.remove(free)
+        *_, extent, free = self._sorted[at]
+        self._drop(extent, free)
         if free.start + nbytes < free.stop:
-            extent.free.append(_Free(free.start + nbytes, free.stop, free.guards))
+            self._put(extent, free.start + nbytes, free.stop, free.guards)
         return Range(extent, free.start, free.start + nbytes, free.guards)
 
-    def _insert(self, extent: Extent, new: _Free) -> None:
+    def _insert(self, extent: Extent, start: int, stop: int, guards: Guards) -> None:
         """Add a free range and merge it with its neighbours."""
-        self.free_bytes += new.stop - new.start
-        for other in [free for free in extent.free if free.stop == new.start or free.start == new.stop]:
-            extent.free.remove(other)
-            new = _Free(min(other.start, new.start), max(other.stop, new.stop), later(other.guards, new.guards))
-        extent.free.append(new)
+        self.free_bytes += stop - start
+        for other in [free for free in extent.free if free.stop == start or free.start == stop]:
+            self._drop(extent, other)
+            start, stop, guards = min(other.start, start), max(other.stop, stop), later(other.guards, guards)
+        self._put(extent, start, stop, guards)
+
+    def _put(self, extent: Extent, start: int, stop: int, guards: Guards) -> None:
+        self._serial += 1
+        free = _Free(extent, start, stop, guards, self._serial)
+        extent.free.append(free)
+        insort(self._sorted, free.entry)
+
+    def _drop(self, extent: Extent, free: _Free) -> None:
+        extent.free.remove(free)
+        del self._sorted[bisect_left(self._sorted, free.entry)]
 
 
 def later(*all_guards: Guards) -> Guards:

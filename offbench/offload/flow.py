@@ -43,6 +43,8 @@ EXTENT_BYTES = 512 << 20
 """The arena is made of pieces of this size, so that it returns to the allocator bit by bit."""
 BURST = 1
 """Chunks that one read queues beyond its own: the host has the forward's kernels to launch, and must not stop."""
+BURST_BACK = 4
+"""Chunks that one read has written back once every update is queued; the first backward asks for the rest."""
 BURST_AT_LEISURE = 3
 """Chunks queued where the device has work for a while and the host is about to wait for it."""
 
@@ -64,8 +66,8 @@ class _Step:
     """Not moving in yet."""
     ready: Event
     """Passed when compute has clipped the gradients."""
-    gradients: dict[int, GradientMemory]
-    """By address of their memory."""
+    gradients: dict[int, list[GradientMemory]]
+    """By chunk that has not been updated yet."""
     gradient_bytes: int
     """Of all their memory."""
     moved: dict[int, tuple[_Place, Event]] = field(default_factory=dict)
@@ -126,7 +128,7 @@ class FlowEngine(Engine):
         ready = self._streams.compute().record()
         moving = [work.chunk for work in works if work.chunk.index not in self._resident]
         gradients = by_memory(works)
-        total = sum(shared.nbytes for shared in gradients.values())
+        total = sum({id(memory): memory.nbytes for found in gradients.values() for memory in found}.values())
         self._step = _Step(deque(works), deque(moving), ready, gradients, total)
         self._streams.side("update").wait(ready, Why.GRADIENTS_READY)
         self._move_ahead(self._step)
@@ -136,13 +138,13 @@ class FlowEngine(Engine):
         """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""
         most = BURST_AT_LEISURE if at_leisure else BURST
         self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
+        self._return_state(BURST_BACK)
         while self._step is not None and self._step.arrived and self._is_crowded():
             self._give_back(self._step.arrived.pop(0))
 
     def before_backward(self, chunks: Sequence[int]) -> None:
         """Give back the memory that the gradients of these chunks need."""
-        if self._step is not None:
-            self._queue(len(self._step.waiting))
+        self._queue_all()
         if self.schedule.loss_bytes is None:
             self._headroom.backward(self._own_bytes())
         if self._step is not None:
@@ -158,8 +160,8 @@ class FlowEngine(Engine):
 
     def _finish(self) -> None:
         """Queue what the step still owes, and let compute have its memory back."""
+        self._queue_all()
         if self._step is not None:
-            self._queue(len(self._step.waiting))
             while self._step.arrived:
                 self._give_back(self._step.arrived.pop(0))
             self._step = None
@@ -181,19 +183,29 @@ class FlowEngine(Engine):
         return self._step.waiting if self._step is not None else ()
 
     def _queue(self, count: int) -> None:
-        """Queue the next `count` chunks, if there are as many; after the last one, all write-back."""
+        """Queue the next `count` chunks, if there are as many."""
         step = self._step
-        if step is None:
-            return
-        for _ in range(min(count, len(step.waiting))):
-            self._queue_chunk(step, step.waiting.popleft())
-        if step.waiting or not self._extents.all or step.arrived:
+        if step is not None:
+            for _ in range(min(count, len(step.waiting))):
+                self._queue_chunk(step, step.waiting.popleft())
+
+    def _queue_all(self) -> None:
+        """Queue what the step still owes: every update, and then all write-back."""
+        if self._step is not None:
+            self._queue(len(self._step.waiting))
+            self._return_state(len(self._step.staged))
+
+    def _return_state(self, most: int) -> None:
+        """After the last update: write back what no memory asked for, up to `most` chunks of it."""
+        step = self._step
+        if step is None or step.waiting or not self._extents.all or step.arrived:
             return
         if step.staged and step.last_in is not None:
             self._streams.side("out").wait(step.last_in, Why.LINK_FREE)
-        while step.staged:
+        for _ in range(min(most, len(step.staged))):
             self._write_back(*step.staged.popleft())
-        step.arrived = sorted(self._extents.all, key=lambda extent: extent.clear_at)
+        if not step.staged:
+            step.arrived = sorted(self._extents.all, key=lambda extent: extent.clear_at)
 
     def _queue_chunk(self, step: _Step, work: Work) -> None:
         if work.chunk.index in self._resident:
@@ -240,20 +252,19 @@ class FlowEngine(Engine):
 
     def _recycle(self, step: _Step, work: Work, updated: Event) -> None:
         """Gradient memory that nobody reads any more becomes staging memory, or returns to the allocator."""
-        for address in {gradient.untyped_storage().data_ptr() for gradient in work.gradients}:
-            shared = step.gradients[address]
+        work.gradients = []
+        for shared in step.gradients.pop(work.chunk.index):
             shared.pending.discard(work.chunk.index)
             if shared.pending:
                 continue
-            del step.gradients[address]
-            step.freed_bytes += shared.nbytes
-            memory = sole_memory(shared.tensors)
-            if memory is None or not self._wanted(step, memory.numel()):
-                self._streams.release(shared.tensors, used_by=[self._streams.side("update")])
+            nbytes = shared.nbytes
+            step.freed_bytes += nbytes
+            memory = sole_memory(shared.tensors) if self._wanted(step, nbytes) else None
+            if memory is None:
+                self._streams.release(shared.tensors[:1], used_by=[self._streams.side("update")])
                 continue
             step.grown_bytes += memory.numel()
             self._extents.add(memory, Why.GRADIENT_FREE, updated)
-        work.gradients = []
 
     def _wanted(self, step: _Step, nbytes: int) -> bool:
         """Whether so much more memory may hold state now, and some chunk still needs any.

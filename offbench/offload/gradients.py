@@ -1,21 +1,68 @@
-"""Gradients as memory: who still reads it, and whether it may be used for something else afterwards."""
+"""Gradients as memory: ours alone, who still reads it, and whether it may be used for something else afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from offbench.offload.engine import Work
+from offbench.offload.layout import alias
+
+
+def own(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same memory as tensors that nobody else holds, flat where that costs nothing: whoever keeps `p.grad` then
+    counts as a user of its memory.
+
+    FSDP2 reduces a parameter group into one buffer of which all its gradients are views: that is cut in one call.
+    """
+    found: list[torch.Tensor | None] = [None] * len(gradients)
+    views: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]]]] = {}
+    for i, gradient in enumerate(gradients):
+        base = gradient._base
+        if base is None or not gradient.is_contiguous() or base.dim() != 1 or base.dtype != gradient.dtype:
+            found[i] = alias(gradient)
+        else:
+            views.setdefault(id(base), (base, []))[1].append((int(gradient.storage_offset()), gradient.numel(), i))
+    for base, spans in views.values():
+        pieces = _cut(base, sorted(spans))
+        for piece, (_, _, i) in zip(pieces or (), sorted(spans), strict=pieces is not None):
+            found[i] = piece
+        if pieces is None:
+            for _, _, i in spans:
+                found[i] = alias(gradients[i])
+    return [gradient for gradient in found if gradient is not None]
+
+
+def _cut(base: torch.Tensor, spans: Sequence[tuple[int, int, int]]) -> list[torch.Tensor] | None:
+    """Pieces of a buffer at (offset, elements, ...) of its memory; None when they overlap or leave it."""
+    if not base.is_contiguous():
+        return None
+    sizes: list[int] = []
+    wanted: list[int] = []
+    position = begin = int(base.storage_offset())
+    for start, count, _ in spans:
+        if start < position:
+            return None
+        if start > position:
+            sizes.append(start - position)
+        wanted.append(len(sizes))
+        sizes.append(count)
+        position = start + count
+    left = begin + base.numel() - position
+    if left < 0:
+        return None
+    pieces = base.split_with_sizes([*sizes, left] if left else sizes)
+    return [pieces[i] for i in wanted]
 
 
 @dataclass
 class GradientMemory:
     """Memory that the gradients of some works share."""
 
-    tensors: list[torch.Tensor]
-    pending: set[int]
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    pending: set[int] = field(default_factory=set)
     """Chunks whose update still reads it."""
 
     @property
@@ -24,22 +71,28 @@ class GradientMemory:
         return int(self.tensors[0].untyped_storage().nbytes())
 
 
-def by_memory(works: Sequence[Work]) -> dict[int, GradientMemory]:
-    """The gradients of these works by the address of the memory they are views of."""
-    found: dict[int, GradientMemory] = {}
+def by_memory(works: Sequence[Work]) -> dict[int, list[GradientMemory]]:
+    """By chunk, the memories that its gradients are views of."""
+    memories: dict[int, GradientMemory] = {}
+    found: dict[int, list[GradientMemory]] = {}
     for work in works:
+        mine: dict[int, GradientMemory] = {}
         for gradient in work.gradients:
-            shared = found.setdefault(gradient.untyped_storage().data_ptr(), GradientMemory([], set()))
-            shared.tensors.append(gradient)
-            shared.pending.add(work.chunk.index)
+            address = gradient.untyped_storage().data_ptr()
+            memory = mine[address] = memories.setdefault(address, GradientMemory())
+            memory.tensors.append(gradient)
+            memory.pending.add(work.chunk.index)
+        found[work.chunk.index] = list(mine.values())
     return found
 
 
-def sole_memory(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """All bytes of the memory behind these gradients (uint8), if nothing else refers to it.
+def one_of_each(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of the gradients that share memory, one."""
+    return list({gradient.untyped_storage().data_ptr(): gradient for gradient in gradients}.values())
 
-    FSDP2 reduces a parameter group into one buffer of which all its gradients are views.
-    """
+
+def sole_memory(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """All bytes of the memory behind these gradients (uint8), if nothing else refers to it."""
     count = getattr(torch._C, "_storage_Use_Count", None)  # private: without it gradients are simply not taken over
     if count is None:
         return None

@@ -28,6 +28,7 @@ import torch
 
 from offbench.offload.chunks import Chunk, Staging, plan_staging
 from offbench.offload.engine import InOrderEngine, Work
+from offbench.offload.gradients import one_of_each
 from offbench.offload.staged import Staged
 from offbench.offload.streams import Event, Stream, Why
 
@@ -155,7 +156,7 @@ class RingEngine(InOrderEngine):
         self._updated[work.chunk.index] = self._update(updates, work, staged)
         if self.schedule.deferred:
             # The gradients return to the allocator when the update has run, not when step() returns.
-            self._streams.release(work.gradients, used_by=[updates])
+            self._streams.release(one_of_each(work.gradients), used_by=[updates])
 
     def _allocate(self, staging: Staging) -> torch.Tensor:
         self.staging_peak = max(self.staging_peak, staging.nbytes)

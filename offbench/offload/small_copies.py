@@ -4,8 +4,8 @@ FSDP2's all-gather copy-out and reduce-scatter copy-in hand their kernels a tabl
 host memory, about four uploads a layer and step. Such an upload of 10 KB waits behind whatever bulk copy the
 host-to-device engine is serving, and compute waits with it: bulk prefetch and FSDP exclude each other. Here the same
 copies go through `torch._foreach_copy_`, whose pointers travel as kernel arguments. Values are bit for bit the same.
-Every view made here costs the host about a microsecond just before a layer's first kernel, so there are few: a tensor
-is cut for all ranks at once.
+Every view made here costs the host about a microsecond just before a layer's first kernel, so there are few: the
+gathered buffer is cut in one call, and what it is copied into, which FSDP2 keeps, is cut once.
 
 The operators are FSDP2's own (`torch.ops.fsdp`): torch 2.11 copies in with `chunk_cat`, 2.15 with
 `chunk_cat_mixed_dtype`, which may mix dtypes in one call.
@@ -23,6 +23,7 @@ import torch.distributed.fsdp  # defines the operators
 from torch import Tensor
 
 _KEYS = ("CPU", "CUDA")
+_ROWS = "_offbench_rows"
 COPY_OUT = "split_with_sizes_copy"
 COPY_IN = "chunk_cat_mixed_dtype" if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype") else "chunk_cat"
 
@@ -58,13 +59,9 @@ class KernelCopies:
         self.copies_out += 1
         if dim != 1 or gathered.dim() != 2:
             raise ValueError(f"FSDP2 splits rows of a matrix, not dim {dim} of {tuple(gathered.shape)}")
-        world = gathered.shape[0]
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for target, columns in zip(out, gathered.split_with_sizes(list(sizes), 1), strict=True):
-            targets += (target if target.dim() == 2 else target.view(world, -1)).unbind(0)
-            sources += columns.unbind(0)
-        _copy(targets, sources)
+        rows = [_rows(target, gathered.shape[0]) for target in out]
+        targets = [row for of_rank in zip(*rows, strict=True) for row in of_rank]
+        _copy(targets, list(gathered.reshape(-1).split_with_sizes(list(sizes) * gathered.shape[0])))
 
     def _copy_in(self, tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
         """out [chunks, columns] <- each tensor cut into `num_chunks` equal runs of rows, padded with zeros, side by
@@ -94,6 +91,28 @@ class KernelCopies:
         if padding:
             torch._foreach_zero_(padding)
         _copy(targets, sources)
+
+
+def _rows(target: Tensor, world: int) -> Sequence[Tensor]:
+    """A tensor's memory cut into `world` equal rows. FSDP2 hands over a new view, each time, of a tensor it keeps: the
+    rows are kept with that one, and hold on to its memory only, or it would never be freed."""
+    kept = target._base
+    if kept is None or not target.is_contiguous():
+        return target.view(world, -1).unbind(0)
+    key = (world, target.dtype, target.storage_offset(), target.numel(), target.untyped_storage()._cdata)
+    known = getattr(kept, _ROWS, None)
+    if known is None or known[0] != key:
+        flat = torch.empty(0, dtype=target.dtype, device=target.device)
+        flat.set_(
+            target.untyped_storage(),
+            target.storage_offset(),
+            (world, target.numel() // world),
+            (target.numel() // world, 1),
+        )
+        known = (key, flat.unbind(0))
+        setattr(kept, _ROWS, known)
+    rows: Sequence[Tensor] = known[1]
+    return rows
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

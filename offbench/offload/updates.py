@@ -1,4 +1,8 @@
-"""The AdamW kernels: torch's own, on state that is on the device, or ours, on state in host memory."""
+"""The AdamW kernels: torch's own, on state that is on the device, or ours, on state in host memory.
+
+A deferred update is queued while the trainer's own kernels wait to be launched, so what stays the same from step to
+step is made once: every tensor made anew costs the host a microsecond or more.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from offbench.offload.chunks import Chunk
+from offbench.offload.cuts import Cuts
 from offbench.offload.engine import Work
 from offbench.offload.hyper import Hyper
 from offbench.offload.layout import Member
@@ -18,74 +23,116 @@ Implementation = Literal["fused", "foreach"]
 """torch's kernels. Their bits differ, so an update is compared only with its own implementation."""
 
 
-def work(
-    chunk: Chunk,
-    members: Sequence[Member],
-    gradients: list[torch.Tensor],
-    hypers: Sequence[Hyper],
-    implementation: Implementation,
-    in_place: bool,
-) -> Work:
-    """One chunk's update with the gradients and hyperparameters (by param group) as they are now.
+class ChunkUpdates:
+    """The updates of one chunk's parameters.
 
-    Nothing in it refers to the optimizer: dropping that must drain what is pending.
+    AdamW is elementwise, so contiguous tensors are handed over flat.
     """
 
-    def update(state: Staged) -> None:
-        for group in sorted({member.group for member in members}):
-            chosen = [(m, g) for m, g in zip(members, gradients, strict=True) if m.group == group]
-            run([m for m, _ in chosen], [g for _, g in chosen], state, hypers[group], implementation, in_place)
+    def __init__(self, chunk: Chunk, members: Sequence[Member], implementation: Implementation) -> None:
+        self.members = tuple(members)
+        self.chunk = chunk
+        self._implementation = implementation
+        self._flat: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        """By position: a member's local shard, its address, and its flat view."""
+        self._cuts: Cuts | None = None
 
-    return Work(chunk, update, gradients, [member.local for member in members])
+    def work(
+        self, present: Sequence[int], gradients: list[torch.Tensor], hypers: Sequence[Hyper], in_place: bool
+    ) -> Work:
+        """The update with the gradients and hyperparameters (by param group) as they are now.
+
+        present: positions of the members that have gradients. gradients: theirs, flat, or shaped as the local shards.
+        in_place: the state will be in host memory. Nothing in the work refers to the optimizer: dropping that must
+        drain what is pending.
+        """
+        locals_ = [self.members[position].local for position in present]
+        is_flat = all(tensor.is_contiguous() for tensor in (*locals_, *gradients))
+        flats = [self._flat_view(position, local) for position, local in zip(present, locals_, strict=True)]
+        parameters = flats if is_flat else locals_
+        members = [self.members[position] for position in present]
+        cuts = self._find_cuts(locals_) if is_flat and len(present) == len(self.members) else None
+
+        def update(state: Staged) -> None:
+            if cuts is not None and (cut := cuts.cut(state)) is not None:
+                moments = cut
+            elif is_flat:
+                moments = [member.flat(state, flat) for member, flat in zip(members, parameters, strict=True)]
+            else:
+                moments = [member.views(state) for member in members]
+            for group in sorted({member.group for member in members}):
+                chosen = [i for i, member in enumerate(members) if member.group == group]
+                run(
+                    [parameters[i] for i in chosen],
+                    [_shaped(gradients[i], parameters[i]) for i in chosen],
+                    [moments[i] for i in chosen],
+                    [members[i].step for i in chosen],
+                    hypers[group],
+                    self._implementation,
+                    in_place,
+                )
+
+        return Work(self.chunk, update, gradients, locals_)
+
+    def _flat_view(self, position: int, local: torch.Tensor) -> torch.Tensor:
+        """A contiguous local shard, flat; FSDP2 may re-lay it at the first forward, and users may swap its memory."""
+        known = self._flat.get(position)
+        if known is None or known[0] is not local or known[1] != local.data_ptr():
+            flat = local if local.dim() == 1 or not local.is_contiguous() else local.view(-1)
+            known = self._flat[position] = (local, local.data_ptr(), flat)
+        return known[2]
+
+    def _find_cuts(self, locals_: Sequence[torch.Tensor]) -> Cuts | None:
+        """How staged bytes are cut into all members' moments; None when these are of several dtypes."""
+        if self._cuts is None:
+            dtypes = {local.dtype for local in locals_}
+            if len(dtypes) > 1:
+                return None
+            counts = [local.numel() for local in locals_]
+            self._cuts = Cuts([member.moments for member in self.members], counts, dtypes.pop())
+        return self._cuts
+
+
+def _shaped(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.shape == parameter.shape else gradient.view(parameter.shape)
 
 
 @torch.no_grad()
 def run(
-    members: Sequence[Member],
+    parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
-    state: Staged,
+    moments: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    steps: Sequence[torch.Tensor],
     hyper: Hyper,
     implementation: Implementation,
     in_place: bool,
 ) -> None:
     """Queue one AdamW step of these parameters on the current stream.
 
-    gradients: shaped as the members' local shards. state: the bytes of their chunk; in_place: they are in host memory.
-    AdamW is elementwise, so contiguous tensors are handed over flat: a tensor made costs the host more than it looks.
+    All of a parameter's tensors have one shape. steps: their counters. in_place: the moments are in host memory.
     """
-    parameters = [member.local for member in members]
-    if all(tensor.is_contiguous() for tensor in (*parameters, *gradients)):
-        parameters = [_flat(parameter) for parameter in parameters]
-        gradients = [_flat(gradient) for gradient in gradients]
-        moments = [member.flat(state, local) for member, local in zip(members, parameters, strict=True)]
-    else:
-        moments = [member.views(state) for member in members]
     if in_place:
         from offbench.offload.zerocopy import kernel  # needs Triton
 
         kernel.adamw(
-            parameters,
-            gradients,
+            list(parameters),
+            list(gradients),
             [first for first, _ in moments],
             [second for _, second in moments],
-            [member.step for member in members],
+            list(steps),
             **vars(hyper),
         )
         return
     adamw(
-        parameters,
+        list(parameters),
         list(gradients),
         [first for first, _ in moments],
         [second for _, second in moments],
         [],
-        [member.step for member in members],
+        list(steps),
         foreach=implementation == "foreach",
         fused=implementation == "fused",
         amsgrad=False,
         maximize=False,
         **vars(hyper),
     )
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dim() == 1 else tensor.view(-1)

@@ -32,7 +32,8 @@ def inconsistent(optimizer: OffloadedAdamW) -> list[str]:
     moving = sum(nbytes for nbytes, stays in zip(sizes, kept, strict=True) if not stays)
     if optimizer.bytes_per_step != moving:
         found.append(f"moves {optimizer.bytes_per_step} bytes, not {moving}")
-    for stays, members in zip(kept, optimizer._members, strict=True):
+    for stays, update in zip(kept, optimizer._updates, strict=True):
+        members = update.members
         for moment in (local_of(optimizer.state[m.parameter][n]) for m in members for n in ("exp_avg", "exp_avg_sq")):
             in_host = any(at <= moment.data_ptr() < at + nbytes for at, nbytes in optimizer.store.addresses)
             if in_host == stays:

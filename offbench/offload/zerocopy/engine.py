@@ -17,6 +17,7 @@ from typing import Any
 
 from offbench.offload.copies import Direction
 from offbench.offload.engine import InOrderEngine, Work
+from offbench.offload.gradients import one_of_each
 from offbench.offload.staged import Staged
 from offbench.offload.streams import Stream, Why
 
@@ -74,4 +75,4 @@ class ZeroCopyEngine(InOrderEngine):
                 self.ledger.copied(direction, work.chunk.nbytes, begin, end)
         if self.schedule.deferred:
             # The gradients return to the allocator when the update has run, not when step() returns.
-            self._streams.release(work.gradients, used_by=[updates])
+            self._streams.release(one_of_each(work.gradients), used_by=[updates])
