@@ -39,7 +39,7 @@ class Extent:
     @property
     def clear_at(self) -> int:
         """When the last of its ranges was given back, as a number that grows with time."""
-        return max(free.entry[1] for free in self.free)
+        return max(free.key[1] for free in self.free)
 
     @property
     def idle(self) -> bool:
@@ -50,11 +50,11 @@ class Extent:
 class _Free:
     """A free range of an extent."""
 
-    __slots__ = ("entry", "guards", "start", "stop")
+    __slots__ = ("guards", "key", "start", "stop")
 
-    def __init__(self, extent: Extent, start: int, stop: int, guards: Guards, serial: int) -> None:
+    def __init__(self, start: int, stop: int, guards: Guards, serial: int) -> None:
         self.start, self.stop, self.guards = start, stop, guards
-        self.entry: _Entry = (stop - start, max(number for number, _ in guards.values()), start, serial, extent, self)
+        self.key: _Key = (stop - start, max(number for number, _ in guards.values()), start, serial)
 
     @property
     def nbytes(self) -> int:
@@ -62,8 +62,8 @@ class _Free:
         return self.stop - self.start
 
 
-_Entry = tuple[int, int, int, int, Extent, _Free]
-"""What free ranges are sorted by: size, how long it has been free, where; a serial number makes each differ."""
+_Key = tuple[int, int, int, int]
+"""What free ranges are sorted by: size, how long they have been free, where; a serial number tells them apart."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,19 @@ class Range:
     stop: int
     guards: Guards
 
-    def bytes(self, nbytes: int) -> torch.Tensor:
-        """Its first bytes, uint8 [nbytes]."""
-        return self.extent.memory[self.start : self.start + nbytes]
+
+def joined(segments: Iterable[tuple[int, int]], ranges: Iterable[Range]) -> list[tuple[int, torch.Tensor]]:
+    """(byte offset in the chunk, uint8 tensor) of a chunk's segments, (offset, bytes) each, in the ranges taken for
+    them. Neighbours in the chunk that are neighbours in one extent become one tensor: one copy then moves both."""
+    runs: list[tuple[int, int, Extent, int]] = []
+    for (offset, nbytes), one in zip(segments, ranges, strict=True):
+        if runs:
+            begin, length, extent, at = runs[-1]
+            if extent is one.extent and at + length == one.start and begin + length == offset:
+                runs[-1] = begin, length + nbytes, extent, at
+                continue
+        runs.append((offset, nbytes, one.extent, one.start))
+    return [(begin, extent.memory[at : at + length]) for begin, length, extent, at in runs]
 
 
 class Extents:
@@ -91,8 +101,10 @@ class Extents:
         """Of them, those that nobody has taken."""
         self._clock = 0
         self._serial = 0
-        self._sorted: list[_Entry] = []
-        """All free ranges: looked through for every part of every chunk that moves in."""
+        self._sorted: list[_Key] = []
+        """Of all free ranges: looked through for every part of every chunk that moves in."""
+        self._free: dict[int, tuple[Extent, _Free]] = {}
+        """Free ranges and what they are part of, by serial number."""
 
     def add(self, memory: torch.Tensor, why: Why, ready: Event) -> Extent:
         """Take over memory (uint8, contiguous) whose last use so far is over when `ready` has passed."""
@@ -151,7 +163,7 @@ class Extents:
         at = bisect_left(self._sorted, (nbytes,))
         if at == len(self._sorted):
             return None
-        *_, extent, free = self._sorted[at]
+        extent, free = self._free[self._sorted[at][-1]]
         self._drop(extent, free)
         if free.start + nbytes < free.stop:
             self._put(extent, free.start + nbytes, free.stop, free.guards)
@@ -167,13 +179,15 @@ class Extents:
 
     def _put(self, extent: Extent, start: int, stop: int, guards: Guards) -> None:
         self._serial += 1
-        free = _Free(extent, start, stop, guards, self._serial)
+        free = _Free(start, stop, guards, self._serial)
         extent.free.append(free)
-        insort(self._sorted, free.entry)
+        insort(self._sorted, free.key)
+        self._free[self._serial] = extent, free
 
     def _drop(self, extent: Extent, free: _Free) -> None:
         extent.free.remove(free)
-        del self._sorted[bisect_left(self._sorted, free.entry)]
+        del self._sorted[bisect_left(self._sorted, free.key)]
+        del self._free[free.key[-1]]
 
 
 def later(*all_guards: Guards) -> Guards:

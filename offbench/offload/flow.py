@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from offbench.offload.chunks import Chunk, least_arena
 from offbench.offload.engine import Engine, Work
-from offbench.offload.extents import Extent, Extents, Range
+from offbench.offload.extents import Extent, Extents, Range, joined
 from offbench.offload.gradients import GradientMemory, by_memory, sole_memory
 from offbench.offload.headroom import Headroom
 from offbench.offload.staged import Staged, segments
@@ -232,8 +232,7 @@ class FlowEngine(Engine):
             step.to_move.popleft()
             for why, event in self._extents.guards(ranges):
                 moves_in.wait(event, why)
-            parts = zip(self._segments[chunk.index], ranges, strict=True)
-            place = _Place(ranges, Staged([(start, range_.bytes(nbytes)) for (start, nbytes), range_ in parts]))
+            place = _Place(ranges, Staged(joined(self._segments[chunk.index], ranges)))
             step.last_in = self._move_in(moves_in, chunk, place.state)
             step.moved[chunk.index] = (place, step.last_in)
 
