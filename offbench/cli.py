@@ -84,11 +84,17 @@ def run(
     ] = None,
     numa: Annotated[bool, typer.Option("--numa", help="Bind each rank to its GPU's NUMA node first.")] = False,
     fsdp_copies: Annotated[
-        str, typer.Option(help="stock, or kernel: FSDP2's copies without small uploads that wait behind bulk ones.")
-    ] = "stock",
+        str | None,
+        typer.Option(
+            help="kernel (default on a GPU): FSDP2 copies without small uploads that wait behind bulk ones; or stock."
+        ),
+    ] = None,
     readbacks: Annotated[
-        str, typer.Option(help="copy, or kernel: expert counts, loss and norm reach the host past bulk write-back.")
-    ] = "copy",
+        str | None,
+        typer.Option(
+            help="kernel (default on a GPU): expert counts, loss, norm reach the host past bulk write-back; or copy."
+        ),
+    ] = None,
     activation_offload: Annotated[
         bool, typer.Option("--activation-offload", help="Saved block inputs go to host memory too.")
     ] = False,

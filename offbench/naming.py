@@ -11,8 +11,9 @@ from offbench.workload.presets import PRESETS
 
 
 def axes(spec: RunSpec, numa: str | None = None, auto_budget: int | None = None) -> str:
-    """What sets this row apart from its arm's defaults; `numa` is what the worker did about --numa, `auto_budget` the
-    bytes that it made of --state-budget auto."""
+    """What sets this row apart from its arm's defaults on stock FSDP2; `numa` is what the worker did about --numa,
+    `auto_budget` the bytes that it made of --state-budget auto. Small copies made by kernels are said although that is
+    the command line's default, since rows without them stand in the same tables."""
     arm, usual = spec.arm, ARMS[spec.arm.name].defaults if spec.arm.name in ARMS else {}
     shape = PRESETS.get(spec.workload.model)
     parts = []

@@ -24,8 +24,8 @@ class Options:
     arm: tuple[str, ...] = ()
     table: str | None = None
     numa: bool = False
-    fsdp_copies: str = "stock"
-    readbacks: str = "copy"
+    fsdp_copies: str | None = None
+    readbacks: str | None = None
     model: str | None = None
     layers: int | None = None
     seq_len: int | None = None

@@ -106,6 +106,11 @@ class RunRecord(Row):
     """From the window's first boundary to the end of the closing drain / steps: no copy is left out of it."""
     tail_s: float | None = None
     """Time the closing drain took after the last step's boundary."""
+    policy_ideal_s: float | None = None
+    """What its own schedule would take (`offbench.planner.ideal`), by the `none` rows that its file held by then; a
+    report computes it anew from all of them."""
+    gap_s: float | None = None
+    """step_s above that."""
     tok_s: float | None = None
     """Tokens of all ranks per second, from step_s."""
     tokens_per_step: int | None = None

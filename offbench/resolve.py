@@ -50,7 +50,7 @@ def resolve(options: Options, hardware: Hardware) -> Resolved:
             window=_window(options),
             mode=mode,
         )
-        for arm, offload in arms_of(options, shape)
+        for arm, offload in arms_of(options, shape, device)
     ]
     for spec in specs:
         check(spec, shape)

@@ -21,9 +21,11 @@ from offbench.hardware import Hardware
 from offbench.launcher import Launcher
 from offbench.naming import arm_name
 from offbench.outcome import Outcome, classify
+from offbench.planner.ideal import policy_ideal
+from offbench.planner.sources import baseline
 from offbench.progress import Display, phase_seconds, show_seconds
 from offbench.record import RunRecord
-from offbench.results_file import ResultsFile
+from offbench.results_file import ResultsFile, read_records
 from offbench.units import gib
 
 
@@ -128,9 +130,20 @@ class Runner:
             record = build_record(item, outcome, self.env, started, self.clock() - began)
             ended = datetime.now(UTC)
             record.wall_s = phase_seconds(folder / "progress.jsonl", started.timestamp(), ended.timestamp())
+        self._set_ideal(record)
         self.results.append(record)
         self.display.finish(closing_line(name, record))
         return record
+
+    def _set_ideal(self, record: RunRecord) -> None:
+        """The record's policy ideal and its gap, by the compute times of the file's `none` rows from this machine."""
+        if record.status != "ok" or record.step_s is None:
+            return
+        here = identity(record.env, record.spec)
+        past = [r for r in read_records([self.results.path]).records if identity(r.env, r.spec) == here]
+        record.policy_ideal_s = policy_ideal(record, baseline([*past, record], like=record))
+        if record.policy_ideal_s is not None:
+            record.gap_s = record.step_s - record.policy_ideal_s
 
 
 def build_record(

@@ -194,6 +194,22 @@ def test_dry_run_shows_specs_and_commands_and_starts_nothing(
     assert not (tmp_path / "o.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "ways"),
+    [
+        ((), ("kernel", "kernel")),
+        (("--fsdp-copies", "stock", "--readbacks", "copy"), ("stock", "copy")),
+    ],
+)
+def test_on_a_gpu_kernels_make_small_copies_unless_told_otherwise(
+    launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], ways: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(commands, "detect", lambda: host(1))
+    monkeypatch.setattr(commands.environment, "capture", lambda _bus_id: {})
+    assert cli.main(["run", "--arm", "none", "--arm", "overlap", "--results", "o.jsonl", *words]) == 0
+    assert {(spec.arm.fsdp_copies, spec.arm.readbacks) for spec in launcher.launched} == {ways}
+
+
 def test_dry_run_shows_the_folder_of_the_launch_that_is_still_to_do(
     launcher: FakeLauncher, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

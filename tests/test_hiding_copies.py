@@ -21,7 +21,7 @@ def of(name: str) -> list[RunRecord]:
 
 RECORDS = of("stream-first")
 NONE, *STREAM = RECORDS
-SECOND, THIRD, OTHER = of("stream-second"), of("look-ahead-b"), of("look-ahead-a")
+SECOND, THIRD, OTHER, ALL = of("stream-second"), of("look-ahead-b"), of("look-ahead-a"), of("all-arms")
 ROWS = {
     "row | B GiB": (NONE, STREAM),
     "second version": (SECOND[0], SECOND[1:]),
@@ -72,14 +72,28 @@ def test_rows_of_stream(first_cell: str) -> None:
             assert same(written, found), (line, found)
 
 
-def test_rows_of_overlap_as_the_host_has_less_to_do() -> None:
-    native, unread = (
-        [r for r in THIRD if r.spec.arm.name in ("none", "overlap") and r.spec.workload.count_readback is read]
-        for read in (True, False)
-    )
-    emulated = [r for r in OTHER if r.spec.arm.name in ("none", "overlap") and r.spec.mode.emulate_link]
-    pairs = [(native[0], native[1]), (unread[1], unread[0]), (emulated[0], emulated[1])]
-    for line, (base, record) in zip(table("version | step s")[-3:], pairs, strict=True):
+def one(records: list[RunRecord], arm: str, emulated: bool = False, **fields: object) -> RunRecord:
+    """The first record of that arm and link whose arm and workload have these values."""
+    for record in records:
+        spec, said = record.spec, record.spec.arm.model_dump() | record.spec.workload.model_dump()
+        if (spec.arm.name, bool(spec.mode.emulate_link)) == (arm, emulated) and fields.items() <= said.items():
+            return record
+    raise LookupError(arm)
+
+
+STOCK: dict[str, object] = {"fsdp_copies": "stock", "readbacks": "copy"}
+KERNEL: dict[str, object] = {"fsdp_copies": "kernel", "readbacks": "kernel"}
+READ, UNREAD = ({"count_readback": read} for read in (True, False))
+
+
+def test_rows_of_overlap_as_less_stands_in_its_way() -> None:
+    pairs = [
+        *((one(THIRD, "none", **read), one(THIRD, "overlap", **read)) for read in (READ, UNREAD)),
+        (one(OTHER, "none", True), one(OTHER, "overlap", True)),
+        *((one(ALL, "none", **KERNEL), one(ALL, "overlap", **copies)) for copies in (STOCK, KERNEL)),
+        *((one(ALL, "none", True), one(ALL, "overlap", True, **copies)) for copies in (STOCK, KERNEL)),
+    ]
+    for line, (base, record) in zip(table("version | step s")[-len(pairs) :], pairs, strict=True):
         _, _, _, bound, took, x_none, exposed, *_ = figures(record, base)
         ideal = policy_ideal(record, [base])
         assert ideal
@@ -87,6 +101,28 @@ def test_rows_of_overlap_as_the_host_has_less_to_do() -> None:
         policy = ideal - base.step_s
         found = [took, base.step_s, x_none, bound, policy, exposed, exposed - policy]
         assert all(map(same, line, found)), (line, found)
+
+
+def test_what_the_traces_say_of_overlap() -> None:
+    prose = " ".join(NOTES.split())
+    stock, emulated = (one(ALL, "overlap", link, **STOCK) for link in (False, True))
+    kernel, none = (one(ALL, arm, **KERNEL) for arm in ("overlap", "none"))
+    assert stock.split
+    assert emulated.split
+    assert kernel.split
+    assert none.split
+    at, late = stock.split.total, emulated.split.total
+    window = [step.step_s for step in stock.steps if step.step_s]
+    assert f"for {at.behind_bulk_s:.3f} s of a traced step of {at.step_s:.3f} s while" in prose
+    assert f"steps of the window took {min(window):.3f} to {max(window):.3f} s" in prose
+    assert (
+        f"for {late.behind_bulk_s:.3f} s of {late.step_s:.3f} s, and for no more than {late.move_in_s:.3f} s" in prose
+    )
+    launch = (kernel.split.total.launch_s or 0) - (none.split.total.launch_s or 0)
+    assert f"{launch:.3f} s more than in `none` compute has nothing queued" in prose
+    for fixed in (kernel, one(ALL, "overlap", True, **KERNEL)):
+        assert fixed.small_copies
+        assert 0 < (fixed.small_copies.longest_wait_s or 0) < 0.8e-3
 
 
 def test_the_phases() -> None:

@@ -65,6 +65,8 @@ def test_every_check_of_a_launch_holds(records: dict[str, dict[str, Any]]) -> No
         assert len(record["steps"]) == 2
         assert record["tok_s"] * record["step_s"] == pytest.approx(record["tokens_per_step"])
         assert record["env"]["torch"]
+        assert record["spec"]["arm"]["fsdp_copies"] == "stock", "no GPU, no copy engine"
+        assert record["spec"]["arm"]["readbacks"] == "copy"
 
 
 def test_arms_train_the_same_bit_for_bit(records: dict[str, dict[str, Any]]) -> None:

@@ -89,6 +89,18 @@ def test_the_run_id_names_the_whole_spec() -> None:
     assert changed.run_id != spec.run_id
 
 
+def test_records_from_before_an_option_say_that_it_was_not_in_use() -> None:
+    """Whatever the command line's default is now."""
+    path = RESULTS / "h200-rehearsal-native.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert not any("readbacks" in line["spec"]["arm"] for line in lines)
+    for line in lines:
+        del line["spec"]["arm"]["fsdp_copies"]
+    for record in (*read_records([path]).records, *map(RunRecord.model_validate, lines)):
+        assert (record.spec.arm.fsdp_copies, record.spec.arm.readbacks) == ("stock", "copy")
+        assert record.spec.run_id == record.run_id
+
+
 def test_the_published_rows_are_what_the_generator_writes(tmp_path: Path) -> None:
     seed.write(tmp_path)
     for name in seed.FILES:

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from offbench.arms import ARMS
 from offbench.config import GIB, MIB
 from offbench.errors import UsageError
 from offbench.hardware import Hardware
 from offbench.naming import axes
 from offbench.options import Options
 from offbench.resolve import resolve
+from offbench.results_file import read_records
 from offbench.units import gib, parse_rate, parse_size, show_size
 from tests.hosts import host
+
+RESULTS = Path(__file__).parent.parent / "results"
 
 
 def test_no_gpu_is_a_small_real_job_on_the_cpu_and_said_aloud() -> None:
@@ -196,6 +203,40 @@ def test_a_job_without_broadcasts_has_the_run_id_it_had_before_there_were_any() 
     assert resolve(Options(arm=("none",), broadcast_every=5), host()).specs[0].run_id != spec.run_id
 
 
+STOCK, KERNEL = ("stock", "copy"), ("kernel", "kernel")
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "expected"),
+    [
+        (Options(arm=tuple(ARMS)), 1, KERNEL),
+        (Options(fsdp_copies="stock"), 1, ("stock", "kernel")),
+        (Options(readbacks="copy"), 1, ("kernel", "copy")),
+        (Options(), 0, STOCK),  # no copy engine, so nothing is replaced
+        (Options(device="cpu"), 1, STOCK),
+        (Options(fsdp_copies="kernel", readbacks="kernel"), 0, KERNEL),
+        (Options(table="seed"), 1, STOCK),
+        (Options(table="seed", fsdp_copies="stock", readbacks="copy"), 1, STOCK),
+    ],
+)
+def test_kernels_make_the_small_copies_of_every_arm_on_a_gpu(
+    options: Options, gpus: int, expected: tuple[str, str]
+) -> None:
+    specs = resolve(options, host(gpus)).specs
+    assert {(spec.arm.fsdp_copies, spec.arm.readbacks) for spec in specs} == {expected}
+
+
+def test_with_and_without_kernels_a_launch_is_named_as_when_they_were_no_default() -> None:
+    records = read_records([RESULTS / "h200-all-arms.jsonl"]).records
+    stock, kernel = (
+        next(r.run_id for r in records if (r.spec.arm.name, r.spec.arm.fsdp_copies) == ("none", way))
+        for way in ("stock", "kernel")
+    )
+    job = Options(arm=("none",), layers=48, seq_len=16384, world=8, nproc=1, mode="rehearsal", warmup=3, steps=6)
+    off = replace(job, fsdp_copies="stock", readbacks="copy")
+    assert [resolve(options, host(1)).specs[0].run_id for options in (job, off)] == [kernel, stock]
+
+
 def test_the_alias_numa_is_chunked_bound() -> None:
     alias, plain = (resolve(o, host()).specs for o in (Options(arm=("numa",)), Options(arm=("chunked",), numa=True)))
     assert alias == plain
@@ -239,5 +280,5 @@ def test_rates() -> None:
 def test_a_memory_limit_is_an_axis_of_every_arm() -> None:
     specs = resolve(Options(arm=("none", "stream"), memory_limit="37.5GiB"), host(1)).specs
     assert [spec.arm.memory_limit for spec in specs] == [int(37.5 * GIB)] * 2
-    assert [axes(spec) for spec in specs] == ["memory limit 37.5GiB"] * 2
+    assert [axes(spec) for spec in specs] == ["fsdp copies kernel, readbacks kernel, memory limit 37.5GiB"] * 2
     assert resolve(Options(arm=("none",)), host(1)).specs[0].arm.memory_limit is None

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from offbench import arms, environment, fake
 from offbench.config import Mode, RunSpec, Workload
 from offbench.fake import FakeLauncher, Outcome
 from offbench.launcher import Exit
+from offbench.planner.ideal import policy_ideal
 from offbench.progress import (
     Pace,
     PlainDisplay,
@@ -89,6 +91,35 @@ def test_each_launch_is_one_record_with_what_only_the_runner_knows(tmp_path: Pat
     assert first.host.estimated_gpu_bytes is None  # a CPU run: null, not zero
     assert first.run_id == spec().run_id
     assert not report.interrupted
+
+
+def test_a_record_holds_its_policy_ideal_by_the_none_rows_before_it(tmp_path: Path) -> None:
+    card = RunSpec(
+        workload=Workload(model="qwen3-30b-a3b", layers=48, seq_len=16384, ep=8),
+        arm=arms.ARMS["overlap"].resolve(),
+        mode=Mode(kind="rehearsal", device="cuda", world=8, nproc=1),
+    )
+    none = card.model_copy(update={"arm": arms.ARMS["none"].resolve()})
+    times = {"forward": 0.5, "backward": 1.4, "clip": 0.0, "step": 0.1}
+    rates = {"in_bytes_per_s": 50e9, "out_bytes_per_s": 50e9, "both_bytes_per_s": 90e9}
+    outcomes: dict[str, Outcome | list[Outcome]] = {
+        "none": fake.ok(step_s=2.01, phases_s=times, link=rates),
+        "overlap": fake.ok(step_s=2.5, phases_s=times, link=rates),
+    }
+    path, machine = tmp_path / "r.jsonl", host(gpus=1, host_gib=512)
+    results = ResultsFile(path)
+    specs = interleave([card, none, card], 1)
+    Runner(FakeLauncher(outcomes), results, PlainDisplay(io.StringIO()), machine, ENV, timeout_s=60).run(specs)
+    results.close()
+    early, base, late = read_records([path]).records
+    assert (early.policy_ideal_s, early.gap_s) == (
+        None,
+        None,
+    )  # its own forward holds waits, and there is no `none` yet
+    assert (base.policy_ideal_s, base.gap_s) == (pytest.approx(2.0), pytest.approx(0.01))
+    assert late.policy_ideal_s == policy_ideal(late, [base])
+    assert late.policy_ideal_s is not None
+    assert late.gap_s == pytest.approx(2.5 - late.policy_ideal_s)
 
 
 def test_a_failing_arm_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbench.config import Workload
@@ -12,6 +12,7 @@ from offbench.errors import UsageError
 from offbench.planner import sources
 from offbench.planner.footprint import footprint
 from offbench.planner.inputs import FP32, Compute, Footprint, Layout, Links, local_numel, of_model, uniform
+from offbench.planner.reality import traced_of
 from offbench.planner.tasks import SmallCopies
 from offbench.record import RunRecord
 from offbench.results_file import read_records
@@ -122,16 +123,19 @@ class Inputs:
     small: SmallCopies
     emulated: float | None = None
     """`--emulate-link` of the record that the rates are from, bytes/s both ways."""
+    launches: Mapping[str, float] = field(default_factory=dict)
+    """By arm, seconds of launches in the record's traced steps beyond those of `none`: not simulated."""
 
 
 def gather(options: PlanOptions, look: Callable[[], Machine]) -> Inputs:
     """Resolve the options. look: this host's machine, asked for only when neither a file nor rates are given.
 
-    Raises UsageError for options that contradict each other or leave something unknown.
+    Raises UsageError for options that contradict each other or leave something unknown, RecordError for a bad file.
     """
     if not options.target >= 1:
         raise UsageError(f"--target {options.target:g}: a step cannot be planned below that of none; give 1 or more")
-    rows = recorded(options.record) if options.record else []
+    records = read_records([options.record]).records if options.record else []
+    rows = recorded(options.record, records) if options.record else []
     job = plan_job(options, rows[0] if rows else None)
     if options.fsdp_copies not in {"stock", "kernel"}:
         raise UsageError(f"--fsdp-copies {options.fsdp_copies}: stock or kernel")
@@ -143,12 +147,27 @@ def gather(options: PlanOptions, look: Callable[[], Machine]) -> Inputs:
     probed = rows[0] if rows and machine is None and options.one_way is None else None
     emulated = probed.spec.mode.emulate_link if probed else None
     small = SmallCopies(options.fsdp_copies == "stock", options.readbacks == "copy")
-    return Inputs(job, compute, links, compute_from, links_from, len(sockets) or None, machine, small, emulated)
+    traced = launches(records, like=rows[0], small=small) if rows else {}
+    return Inputs(
+        job, compute, links, compute_from, links_from, len(sockets) or None, machine, small, emulated, traced
+    )
 
 
-def recorded(path: Path) -> list[RunRecord]:
-    """The `none` rows of a results file. Raises UsageError when there are none with phases, or RecordError."""
-    rows = sources.baseline(read_records([path]).records)
+def launches(records: list[RunRecord], like: RunRecord, small: SmallCopies) -> dict[str, float]:
+    """By arm, how much longer than in `none` compute stood idle for launches in traced steps of the same job: the most
+    of rows with such small copies."""
+    found: dict[str, float] = {}
+    for record in records:
+        arm, alike = record.spec.arm, (record.job, record.spec.workload) == (like.job, like.spec.workload)
+        same = alike and SmallCopies(arm.fsdp_copies == "stock", arm.readbacks == "copy") == small
+        if same and arm.name != "none" and (traced := traced_of(record, records)):
+            found[arm.name] = max(found.get(arm.name, 0.0), traced.launch_s)
+    return found
+
+
+def recorded(path: Path, records: list[RunRecord]) -> list[RunRecord]:
+    """The `none` rows of a results file. Raises UsageError when there are none with phases."""
+    rows = sources.baseline(records)
     if not rows:
         raise UsageError(
             f"--record {path}: no measured row of arm none with its phases; add one: offbench run --arm none"

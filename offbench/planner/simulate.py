@@ -13,9 +13,7 @@ Note [What is modelled]
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from offbench.offload.schedule import Schedule
@@ -30,8 +28,6 @@ MOST_STEPS = 40
 """Steps after which step times that do not repeat are averaged."""
 SAME = 1e-9
 """Two numbers this close, relatively, are one: step times that repeat, and ends at the same moment."""
-BEHIND = (1, 2)
-"""Bulk copies that small ones wait for, in turn: Note [Small copies] in `tasks`."""
 
 
 def simulate(
@@ -100,8 +96,6 @@ class _Run:
         self.left_in, self.left_out = float(sizes[0]), float(sizes[0])
         self.left_update = self.update_s[0]
         self.task, self.began = Task(0.0), 0.0
-        self.held_up = 0
-        """Small copies of this step that have waited."""
         self.waited = dict.fromkeys(("move_in", "slot", "write_back", "small", "slowed"), 0.0)
         self.peak_state = self.peak = self.at_loss = self.at_end = 0.0
 
@@ -114,7 +108,7 @@ class _Run:
             began = self.now
             self.waited = dict.fromkeys(self.waited, 0.0)
             self.peak_state = self.peak = 0.0
-            self.began, self.held_up = began, 0
+            self.began = began
             if self.spans is not None:
                 self.spans.clear()
             for task in tasks(
@@ -154,6 +148,8 @@ class _Run:
     def _run(self, task: Task) -> None:
         """Advance time until the task has run."""
         at, self.task = self.at, task
+        if task.reads_back:
+            self._wait_behind(self._may_move_out)
         at.queued = max(at.queued, task.queue)
         while at.updated < task.updated or at.written < task.written:
             self._advance(None)
@@ -161,9 +157,7 @@ class _Run:
             self.at_loss = self.room.held(at)
             at.backwards += 1
         if task.uploads:
-            self._wait_behind(inward=True)
-        if task.reads_back:
-            self._wait_behind(inward=False)
+            self._wait_behind(self._may_move_in)
         left = task.seconds
         while left > 0:
             left = self._advance(left)
@@ -172,30 +166,10 @@ class _Run:
             at.begun += 1
             self._remember()
 
-    def _wait_behind(self, inward: bool) -> None:
-        """A small copy has come up: let the bulk copies of its direction end that it waits for."""
-        may = self._may_move_in if inward else self._may_move_out
-        if not may():
-            return
-        self.held_up += 1
-        moved = self._moved(inward)
-        later = (end for end in self._copy_ends(inward) if end > moved + SAME * self.total)
-        stop = next(itertools.islice(later, BEHIND[self.held_up % len(BEHIND)] - 1, None), math.inf)
-        while may() and (left := stop - self._moved(inward)) > SAME * self.total:
-            rates = self.links.now(self._may_move_in(), self._may_move_out())
-            self._advance(None, "small", within=left / rates[0 if inward else 1])
-
-    def _moved(self, inward: bool) -> float:
-        """Bytes moved that way since the start."""
-        number, left = (self.at.loaded, self.left_in) if inward else (self.at.written, self.left_out)
-        return self.moves.upto(number) + self.sizes[number % self.count] - left
-
-    def _copy_ends(self, inward: bool) -> Iterator[float]:
-        """`_moved` at the end of the copy at work and of those after it, for as many chunks as a step has."""
-        number = self.at.loaded if inward else self.at.written
-        for later in range(number, number + self.count):
-            if size := self.sizes[later % self.count]:
-                yield self.moves.upto(later) + size
+    def _wait_behind(self, bulk: Callable[[], bool]) -> None:
+        """A small copy has come up: it waits for as long as its copy engine has a bulk one to serve."""
+        while bulk():
+            self._advance(None, "small")
 
     def _may_move_in(self) -> bool:
         return self.at.loaded < self.at.queued and self.room.may_move_in(self.at)
@@ -210,9 +184,9 @@ class _Run:
         whole = self.policy.copy_streams or at.updated % self.count == 0
         return at.updated > at.written and whole and self.room.may_move_out(at)
 
-    def _advance(self, left: float | None, waits_for: str | None = None, within: float = math.inf) -> float:
-        """Go to the next moment at which something ends, `within` seconds at most. left: seconds of the running task,
-        None while it waits; returns what is left of it."""
+    def _advance(self, left: float | None, waits_for: str | None = None) -> float:
+        """Go to the next moment at which something ends. left: seconds of the running task, None while it waits;
+        returns what is left of it."""
         moving_in, updating, moving_out = self._may_move_in(), self._may_update(), self._may_move_out()
         beside = updating and self.at.updated % self.count in self.beside
         alone = updating and not beside
@@ -228,7 +202,7 @@ class _Run:
         if moving_out:
             ends.append(self.left_out / rate_out)
         assert ends, f"{self.policy.name}: chunk {self.at.loaded % self.count} is waited for, but nothing runs"
-        passed = min(*ends, within)
+        passed = min(ends)
         over = passed * (1 + SAME)
         self.at.moving_in = moving_in
         self._remember(left)

@@ -9,18 +9,23 @@ import pytest
 
 from offbench.arms import ARMS
 from offbench.planner.ideal import policy_ideal
-from offbench.planner.reality import CLOSE, UNKNOWN, UNSTEADY, Compared, against, waiting
-from offbench.planner.sources import baseline, compute_of_records, schedule_of
+from offbench.planner.inputs import of_model
+from offbench.planner.reality import CLOSE, LAUNCHES, UNKNOWN, UNSTEADY, Compared, against, waiting
+from offbench.planner.result import Span
+from offbench.planner.simulate import simulate
+from offbench.planner.sources import baseline, compute_of_records, links_of_records, schedule_of
 from offbench.planner.tasks import SmallCopies
 from offbench.record import RunRecord
 from offbench.results_file import read_records
 from offbench.seed import TABLE_A, TABLE_B, published
+from offbench.workload import presets
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 NATIVE, EMULATED, COPIES = (
     read_records([RESULTS / f"h200-rehearsal-{name}.jsonl"]).records
     for name in ("native", "emulated-38.8", "fsdp-copies")
 )
+ALL = read_records([RESULTS / "h200-all-arms.jsonl"]).records
 STREAM = read_records([RESULTS / "h200-stream-first.jsonl"]).records
 
 
@@ -44,14 +49,14 @@ def test_published_rows_are_within_five_percent_or_have_a_reason() -> None:
         assert abs(row.error) <= CLOSE
         assert row.reason is None
     for row in (main, chunked, bounded, overlap):  # slower than local buffers allow, by what remote ones explain
-        assert -0.13 < row.error < -CLOSE
-        # main and chunked within 2 %; overlap is 3.6 % off: which of its small copies wait is not known.
-        assert remote_s(row) == pytest.approx(row.actual_s, rel=0.04)
+        assert -0.15 < row.error < -CLOSE
+        # main and chunked within 2 %; overlap is 6 % off: which of its small copies wait is not known.
+        assert remote_s(row) == pytest.approx(row.actual_s, rel=0.061 if row is overlap else 0.02)
 
 
-def test_the_published_overlap_is_what_it_is_because_uploads_wait() -> None:
+def test_the_published_overlap_is_met_only_if_uploads_wait() -> None:
     overlap = compared(list(published(TABLE_A)))[6]
-    assert overlap.simulated_s == pytest.approx(3.52, rel=0.01)
+    assert overlap.simulated_s == pytest.approx(3.52, rel=0.04)
     assert overlap.free_s == pytest.approx(3.01, rel=0.01)
 
 
@@ -101,11 +106,70 @@ def test_a_row_of_an_unsteady_machine_says_so() -> None:
     assert against([none, steady])[0][-1].reason == UNKNOWN
 
 
+def stock_overlap(records: list[RunRecord]) -> list[RunRecord]:
+    return [r for r in records if r.status == "ok" and r.spec.arm.name == "overlap" and waiting(r).any]
+
+
 def test_our_overlap_rows_need_the_small_copies_to_wait() -> None:
-    rows = [row for row in (*compared(NATIVE), *compared(EMULATED), *compared(COPIES)) if "overlap" in row.name]
-    assert [row.actual_s for row in rows] == pytest.approx([2.526, 3.329, 2.754, 2.495], abs=0.001)
-    # Whole chunks on a native link, pieces, and an emulated one: without the waits all are far too fast.
+    files = [read_records([file]).records for file in sorted(RESULTS.glob("h200-*.jsonl"))]
+    rows = [row for records in files for row in against(records)[0] if row.small_s]
+    assert len(rows) == sum(len(stock_overlap(records)) for records in files) == 9
+    # Whole chunks and pieces, both links, uploads alone, read-backs alone: without the waits all are far too fast.
     assert all(row.free_s < 0.88 * row.actual_s for row in rows)
+    assert all(abs(row.error) <= 0.042 for row in rows)
+
+
+@pytest.mark.parametrize(("emulated", "close"), [(False, 0.12), (True, 0.01)], ids=["native", "emulated"])
+def test_small_copies_wait_as_long_as_they_were_seen_to(emulated: bool, close: float) -> None:
+    row = next(r for r in stock_overlap(ALL) if (r.spec.mode.emulate_link is not None) == emulated)
+    compute, links = compute_of_records(baseline(ALL, like=row)), links_of_records([row])
+    assert links is not None
+    assert row.small_copies is not None
+    schedule, spans = schedule_of(row), list[Span]()
+    layout = of_model(presets.find("qwen3-30b-a3b"), 8, 8, 48, schedule.chunk_bytes)
+    found = simulate(schedule, layout, compute, links, small_copies_wait=waiting(row), spans=spans)
+    # The first upload is the longest: behind all that step() has queued.
+    first = next(span.start for span in spans if span.compute == "forward")
+    assert first == pytest.approx(row.small_copies.longest_upload_s, rel=close)
+    # All waits of the step, against what its own forward and step() took beyond those of `none`.
+    phases = row.phases_s
+    assert phases.forward
+    assert phases.step
+    measured = phases.forward + phases.step - compute.forward
+    assert found.waits.total == pytest.approx(measured, rel=0.04)
+
+
+def test_what_traces_say_stands_beside_the_simulation_and_explains_a_late_host() -> None:
+    rows = {(row.name, row.actual_s): row for row in compared(ALL)}
+    traced = [row.traced for row in rows.values() if row.traced]
+    assert len(traced) == 8
+    native, emulated = (row for row in rows.values() if row.name == "overlap")
+    for row, behind_bulk in ((native, 0.333), (emulated, 1.018)):
+        assert row.traced is not None
+        assert row.traced.behind_bulk_s == pytest.approx(behind_bulk, abs=0.001)
+        # The slower host of a traced step comes after the upload at times: fewer wait.
+        assert 0.65 < row.traced.behind_bulk_s / row.small_s < 0.75
+    stream = next(r for r in ALL if r.spec.arm.name == "stream")
+    assert stream.step_s is not None
+    late = stream.model_copy(update={"step_s": stream.step_s + 0.1})
+    found, _ = against([*ALL, late])
+    assert found[
+        -1
+    ].reason == f"{LAUNCHES} 0.245 s a step longer than in those of none, which is not simulated and " + (
+        "covers the 0.195 s"
+    )
+    later = stream.model_copy(update={"step_s": stream.step_s + 0.2})
+    assert against([*ALL, later])[0][-1].reason == UNKNOWN
+
+
+def test_every_traced_step_is_explained_to_half_a_percent() -> None:
+    files = [read_records([file]).records for file in sorted(RESULTS.glob("h200-*.jsonl"))]
+    totals = [record.split.total for records in files for record in records if record.split]
+    assert len(totals) >= 9
+    for total in totals:
+        assert total.step_s is not None
+        assert total.unexplained_s is not None
+        assert abs(total.unexplained_s) < 0.005 * total.step_s
 
 
 def test_which_small_copies_wait_is_read_from_the_record() -> None:

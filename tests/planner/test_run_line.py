@@ -59,15 +59,17 @@ def test_the_recommended_command_is_one_that_runs(
 def test_the_command_offered_runs_what_was_simulated(
     arm: str, slots: int | None, budget: int, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, at, seen = inputs(source="seed-8xh200"), planned(), []
+    at, seen = planned(), []
     taken = stream_at(at, budget * GIB) if arm == "stream" else at_budget(at, arm, budget * GIB, slots)
     monkeypatch.setattr(commands, "run_command", lambda options, *_: seen.append(options) or 0)
-    assert cli.main(shlex.split(run_line(job, Choice(taken, True, "")))[1:]) == 0
-    late = {"numa": True}
-    late |= {"fsdp_copies": "kernel", "readbacks": "kernel"} if arm in {"overlap", "stream"} else {}
     rows = [ARMS["none"].resolve(), *([at_budget(at, "chunked", budget * GIB).arm] if beside else []), taken.arm]
-    specs = resolve(seen[0], host(gpus=8, host_gib=2000)).specs
-    assert [spec.arm for spec in specs] == list(dict.fromkeys(row.model_copy(update=late) for row in rows))
+    for copies, readbacks in (("kernel", "kernel"), ("stock", "kernel"), ("stock", "copy")):
+        small = {"fsdp_copies": copies, "readbacks": readbacks}
+        line = run_line(inputs(source="seed-8xh200", **small), Choice(taken, True, ""))
+        assert cli.main(shlex.split(line)[1:]) == 0
+        specs = resolve(seen[-1], host(gpus=8, host_gib=2000)).specs
+        everywhere = {"numa": True, **small}
+        assert [spec.arm for spec in specs] == list(dict.fromkeys(row.model_copy(update=everywhere) for row in rows))
     cap = ARMS[arm].schedule(specs[-1].arm).chunk_bytes
     assert cap == (GIB if arm in {"main", "zerocopy"} else GIB // 4)
     assert at.simulate(Policy.of(ARMS[arm].schedule(specs[-1].arm))) == taken.simulated

@@ -66,14 +66,22 @@ offloaded = st.one_of(
 
 
 @settings(deadline=None, max_examples=300)
-@given(plan=offloaded, layout=layouts(), compute=times, links=rates)
+@given(
+    plan=offloaded,
+    layout=layouts(),
+    compute=times,
+    links=rates,
+    small=st.builds(SmallCopies, st.booleans(), st.booleans()),
+)
 def test_a_step_is_never_below_its_compute_or_its_copies_and_waits_explain_the_rest(
-    plan: Schedule, layout: Layout, compute: Compute, links: Links
+    plan: Schedule, layout: Layout, compute: Compute, links: Links, small: SmallCopies
 ) -> None:
-    found = simulate(plan, layout, compute, links)
+    found = simulate(plan, layout, compute, links, small_copies_wait=small)
     assert found.step_s * ROUNDING >= max(compute.total, links.floor_s(layout.nbytes))
     assert found.step_s == pytest.approx(compute.total + found.waits.total, rel=1e-6)
-    assert min(found.waits.move_in, found.waits.slot, found.waits.write_back) >= 0
+    assert min(found.waits.move_in, found.waits.slot, found.waits.write_back, found.waits.small) >= 0
+    assert plan.deferred or not found.waits.small  # nothing moves beside forward and backward
+    assert simulate(plan, layout, compute, links, small_copies_wait=small) == found
 
 
 @settings(deadline=None)
@@ -243,23 +251,37 @@ def test_copies_beside_a_long_forward_cost_nothing_but_the_first() -> None:
 
 LATE_READER = replace(equal_chunks(8 * GIB, 8), last_chunk=(0, 7), shares=(0.5, 0.5))
 """A unit that reads the first chunk, and one that reads all."""
-EAGER = schedule("overlap", slots=8, lead=8)
 
 
-def test_an_upload_waits_for_the_move_in_at_work_and_every_other_time_for_the_next_one() -> None:
-    # Up at 1 s: behind chunks 1 and 2, to 3 s; up again at 3.5 s: behind chunk 3, to 4 s.
-    # The last unit comes when all has moved in; in backward nothing moves in.
-    compute, links = Compute(2, 99, 0), Links(GIB, GIB, 2 * GIB)
-    found = simulate(EAGER, LATE_READER, compute, links, small_copies_wait=SmallCopies(uploads=True))
-    assert found.waits.small == pytest.approx(2 + 0.5)
+def eager(lead: int, slots: int = 8) -> Schedule:
+    return schedule("overlap", slots=slots, lead=lead, ahead=0)
 
 
-def test_a_read_back_waits_for_write_backs() -> None:
-    # Out is half as fast: chunk 0 goes from 1 to 3 s, chunk 1 to 5, ... Up at 1.5 s in the middle of the first unit,
-    # and, since the last one begins at 8 s, at 8.5: to the end of chunk 1 at 5 s, and of chunk 3 at 9 s.
+@pytest.mark.parametrize(
+    ("plan", "waits"),
+    [
+        # Up at 1 s, as chunk 0 is there: behind all that step() has queued, which ends at 8 s.
+        (eager(lead=8), 7),
+        # Behind chunks 1 and 2, to 3 s. The others are queued at 3.5 s, when the upload of the last unit is far off.
+        (eager(lead=3), 2),
+        # Behind chunk 1, to 2 s: the next one itself waits for a slot, as its way out takes long.
+        (eager(lead=8, slots=2), 1),
+    ],
+    ids=["all queued", "some queued", "the queue waits"],
+)
+def test_an_upload_waits_until_no_move_in_may_run(plan: Schedule, waits: float) -> None:
+    out = GIB if plan.slots == 8 else GIB / 8
+    compute, links = Compute(2, 99, 0), Links(GIB, out, GIB + out)
+    found = simulate(plan, LATE_READER, compute, links, small_copies_wait=SmallCopies(uploads=True))
+    assert found.waits.small == pytest.approx(waits)
+
+
+def test_a_read_back_waits_until_no_write_back_may_run_and_then_the_host_goes_on() -> None:
+    # Out is half as fast: chunks 0 and 1 go from 1 to 5 s, counts are up at 1.5 s. Only then are the others queued:
+    # in from 5 to 11 s, out from 6 to 18 s, and counts up at 11.5.
     compute, links = Compute(2, 99, 0), Links(GIB, GIB / 2, 1.5 * GIB)
-    found = simulate(EAGER, LATE_READER, compute, links, small_copies_wait=SmallCopies(readbacks=True))
-    assert found.waits.small == pytest.approx(3.5 + 0.5)
+    found = simulate(eager(lead=2), LATE_READER, compute, links, small_copies_wait=SmallCopies(readbacks=True))
+    assert found.waits.small == pytest.approx(3.5 + 6.5)
 
 
 def test_every_arm_of_a_deep_model_is_simulated_in_well_under_a_second() -> None:

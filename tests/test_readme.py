@@ -1,0 +1,142 @@
+"""The README's opening table, and the figures below it, are those of its records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offbench.compare import Row, compare
+from offbench.record import RunRecord
+from offbench.units import GIB
+from tests.test_hiding_copies import KERNEL, STOCK, of, one, same
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+PROSE = " ".join(README.split())
+RECORDS = of("all-arms")
+NATIVE, EMULATED = compare(RECORDS)
+ROWS: list[tuple[str, str | None, str | None]] = [
+    ("none", "kernel", "stock"),
+    ("main", "stock", "stock"),
+    ("chunked", "stock", "stock"),
+    ("overlap", "stock", "stock"),
+    ("overlap", "kernel", "kernel"),
+    ("stream", "kernel", None),
+    ("stream", None, "kernel"),
+]
+"""Arm of each line, and who makes its small copies on the native and on the emulated link; None: not in that line."""
+
+
+def rows(arm: str, *copies: str | None) -> list[Row | None]:
+    """The arm's rows on the native and on the emulated link."""
+    return [
+        next((row for row in group.rows if (row.arm, row.spec.arm.fsdp_copies) == (arm, way)), None)
+        for group, way in zip((NATIVE, EMULATED), copies, strict=True)
+    ]
+
+
+def shown(row: Row | None) -> list[float | None]:
+    if row is None:
+        return [None] * 3
+    assert row.step_s is not None
+    return [row.step_s.median, row.x_none, row.exposed_s]
+
+
+def peak_gib(row: Row | None) -> float:
+    return (row.steady_peak_bytes or 0) / GIB if row else 0.0
+
+
+def test_the_opening_table() -> None:
+    lines = README[README.index("| arm | step s |") :].split("\n\n")[0].splitlines()[2:]
+    for line, (arm, *copies) in zip(lines, ROWS, strict=True):
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        native, emulated = found = rows(arm, *copies)
+        assert name.startswith(arm)
+        assert ("by kernels" in name) == (arm != "none" and "kernel" in copies)
+        for written, figure in zip(cells, [*shown(native), *shown(emulated), max(map(peak_gib, found))], strict=True):
+            assert written == "-" if figure is None else same(written, figure), line
+
+
+def test_none_loses_nothing_to_small_copies_by_kernels() -> None:
+    """So they are the default on a GPU, and its fastest launch is everyone's baseline."""
+    by_kernels, stock = (rows("none", way, "stock")[0] for way in ("kernel", "stock"))
+    assert by_kernels
+    assert stock
+    assert by_kernels.step_s
+    assert stock.step_s
+    assert by_kernels.step_s.median <= 1.005 * stock.step_s.low
+    assert by_kernels.x_none == 1
+    assert f"with stock copies took {stock.step_s.low:.3f} and {stock.step_s.high:.3f} s" in PROSE
+
+
+def part(record: RunRecord, name: str) -> float:
+    """Seconds of a traced step."""
+    assert record.split
+    return float(getattr(record.split.total, name))
+
+
+def test_what_the_overhead_is() -> None:
+    none, (stream, _), (_, slow) = (
+        rows(arm, *copies) for arm, *copies in (("none", "kernel", "stock"), ROWS[-2], ROWS[-1])
+    )
+    stock, kernel = rows("overlap", "stock", "stock"), rows("overlap", "kernel", "kernel")
+    for row in (stream, slow):
+        assert row
+        assert row.x_none
+        less = peak_gib(none[0]) - peak_gib(row)
+        assert f"{100 * (row.x_none - 1):.0f} % longer with {less:.1f} GiB less" in PROSE
+    gained = [
+        (a.step_s.median - b.step_s.median)
+        for a, b in zip(stock, kernel, strict=True)
+        if a and b and a.step_s and b.step_s
+    ]
+    assert "cost `overlap` {:.2f} and {:.2f} s a step".format(*gained) in PROSE
+    over, left = ([row.gap_s for row in found if row] for found in (stock, kernel))
+    ideals, close = ([row.ideal_s for row in found if row] for found in (stock, kernel))
+    assert (
+        "took {:.3f} and {:.3f} s more than the ideal of its policy ({:.3f} and {:.3f} s".format(*over, *ideals)
+        in PROSE
+    )
+    assert "it is {:.3f} and {:.3f} s ({:.3f} and {:.3f} s), less than 5 %".format(*left, *close) in PROSE
+    assert all(gap and ideal and gap < 0.05 * ideal for gap, ideal in zip(left, close, strict=True))
+
+
+def test_what_the_traces_say() -> None:
+    native, emulated = (one(RECORDS, "overlap", link, **STOCK) for link in (False, True))
+    for record, words in (
+        (native, "for {:.3f} s of a traced step of {:.3f} s"),
+        (emulated, "for {:.3f} s of {:.3f} s"),
+    ):
+        assert words.format(part(record, "behind_bulk_s"), part(record, "step_s")) in PROSE
+    none, stream, overlap = (one(RECORDS, arm, **KERNEL) for arm in ("none", "stream", "overlap"))
+    late = [part(record, "launch_s") - part(none, "launch_s") for record in (stream, overlap)]
+    assert "{:.3f} and {:.3f} s more than in those of `none` for launches".format(*late) in PROSE
+    for record in (stream, overlap):
+        assert [part(record, name) for name in ("move_in_s", "slot_s", "tail_s", "behind_bulk_s")] == pytest.approx(
+            4 * [0], abs=5e-4
+        )
+    for record in RECORDS:
+        if record.spec.arm.fsdp_copies == "kernel":
+            assert record.small_copies
+            assert (record.small_copies.longest_wait_s or 1) < 8e-4
+    chunked, bare = one(RECORDS, "chunked"), one(RECORDS, "none", **KERNEL)
+    inside = [record.phases_s.step for record in (chunked, one(RECORDS, "chunked", True), bare)]
+    assert "takes {:.3f} s on the GPU, emulated {:.3f} s, and that of `none` {:.3f} s".format(*inside) in PROSE
+    assert f"{part(chunked, 'move_in_s'):.3f} s of a traced native step are waits" in PROSE
+
+
+def test_all_rows_train_the_same_on_one_machine() -> None:
+    first, *others = RECORDS
+    assert first.spec.arm.name == "none"
+
+    def apart(name: str, arms: list[RunRecord]) -> float:
+        pairs = ((getattr(a, name), getattr(b, name)) for r in arms for a, b in zip(r.steps, first.steps, strict=True))
+        return max(abs(a - b) for a, b in pairs)
+
+    both = [(record.link.native_both_bytes_per_s or 0) / GIB for record in RECORDS]
+    assert f"{min(both):.0f} to {max(both):.0f} GiB/s both ways" in PROSE
+    bare = [r for r in others if r.spec.arm.name == "none"]
+    moved = [r for r in others if r not in bare]
+    losses, norms = ([f"{apart(n, r):.1e}".replace("e-0", "e-") for r in (moved, bare)] for n in ("loss", "grad_norm"))
+    assert f"by at most {losses[0]} a step and its gradient norms (of about 2) by {norms[0]};" in PROSE
+    assert f"the other `none` launches differ by up to {losses[1]} and {norms[1]}." in PROSE
