@@ -42,6 +42,7 @@ from offbench.config import MIB, ArmSpec, Mode, RunSpec, Window
 from offbench.device import Device
 from offbench.errors import OffbenchError
 from offbench.floor import of_launch
+from offbench.measure_input import StepOrder, check_settings
 from offbench.offload.adamw import OffloadedAdamW
 from offbench.offload.hoststore import HostStore
 from offbench.offload.layout import local_of
@@ -90,7 +91,8 @@ class StepRecorder:
     counted and checked, any other is timed only. probe_bytes: host memory pinned after the window, and GPU memory
     taken, to measure what the link carries, which the floor is computed from; 0: no probe, and no floor. Ranks are
     those of the default group. Small copies are counted where the warm-up has three steps or more.
-    Raises RecordError when `results` cannot be written.
+    Raises RecordError when `results` cannot be written, UsageError for what no record can hold and for calls out of
+    order.
     """
 
     def __init__(
@@ -106,6 +108,8 @@ class StepRecorder:
         steps: int = 15,
         probe_bytes: int = PROBE_BYTES,
     ) -> None:
+        check_settings(job, tokens_per_step, warmup, steps)
+        self._order = StepOrder()
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if together else 0
         self.world = dist.get_world_size() if together else 1
@@ -130,14 +134,18 @@ class StepRecorder:
         """Start a step."""
         if self._watch is not None and self._steps.done == self._steps.warmup - WATCHED:
             self._watch.open()
-        self._steps.begin()
+        if self._order.begin():
+            self._steps.begin()
 
     def mark(self, phase: PhaseName) -> None:
-        """End a phase: `forward`, `backward` or `clip`. Under gradient accumulation each pass marks its own."""
-        self._steps.mark(phase)
+        """End a phase: `forward`, `backward` or `clip`. Under gradient accumulation each pass marks its own. Outside a
+        step, as in an evaluation, it marks nothing."""
+        if self._order.mark(phase):
+            self._steps.mark(phase)
 
     def report(self, loss: Tensor, grad_norm: Tensor | None = None, clip_factor: Tensor | None = None) -> None:
         """This step's one-element tensors, still on the device; `end` waits for them, as a trainer that logs does."""
+        self._order.report(loss=loss, grad_norm=grad_norm, clip_factor=clip_factor)
         self._steps.report(loss, grad_norm, clip_factor)
 
     def optimizer_step(self) -> AbstractContextManager[None]:
@@ -146,6 +154,7 @@ class StepRecorder:
 
     def end(self) -> bool:
         """End a step; True when the window is complete and `finish` should follow."""
+        self._order.end()
         self._steps.end()
         done = self._steps.done
         if self._watch is not None and done == self._steps.warmup - WATCHED + 1:

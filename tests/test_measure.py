@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def train(rank: int, results: str, arm: str, spoil: bool = False, link: Link | N
     if arm == "plain":
         optimizer = torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
     else:
-        optimizer = sharded.optimizer_of(arm, model, None)
+        late = {"lead": 1, "ahead": 0} if arm == "overlap" else {}  # most of a step is left for the next forward
+        optimizer = sharded.optimizer_of(arm, model, None, **late)
     recorder = StepRecorder(
         results, arm=arm, job={"model": "mlp", "layers": 4}, tokens_per_step=8,
         optimizer=optimizer, device=CPU, warmup=warmup, steps=4,
@@ -53,7 +55,11 @@ def train(rank: int, results: str, arm: str, spoil: bool = False, link: Link | N
         if recorder.end():
             break
     record = recorder.finish()
-    return (record is not None) == (rank == 0) and step == warmup + 3
+    finished = [p.detach().to_local().clone() for p in model.parameters()]
+    if isinstance(optimizer, OffloadedAdamW):
+        optimizer.drain()
+    drained = all(torch.equal(p.to_local(), before) for p, before in zip(model.parameters(), finished, strict=True))
+    return (record is not None) == (rank == 0) and step == warmup + 3 and drained
 
 
 @pytest.mark.parametrize(("arm", "warmup"), [("plain", 3), ("chunked", 2), ("overlap", 3)])
@@ -92,10 +98,60 @@ def test_a_loss_that_is_not_finite_makes_the_record_invalid(tmp_path: Path) -> N
     assert "loss is nan" in (record.reason or "")
 
 
+def test_a_window_that_did_not_see_its_copies_is_invalid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(OffloadedAdamW, "bytes_per_step", property(lambda self: 1 << 30))  # far above what it moves
+    on_ranks(1, pipeline, str(tmp_path / "x.jsonl"))
+    (record,) = read_records([tmp_path / "x.jsonl"]).records
+    assert record.status == "invalid"
+    assert "bytes completed in the window, planned 2147483648" in (record.reason or "")
+
+
 def test_an_unwritable_path_is_found_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match="cannot write results"):
         StepRecorder(tmp_path / "file" / "x.jsonl", arm="none", job={}, tokens_per_step=1, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"job": {"dtype": torch.bfloat16}}, r"job\['dtype'\] is torch.bfloat16 \(dtype\)"),
+        ({"job": {"mesh": [2, 4]}}, "pass str"),
+        ({"tokens_per_step": 0}, "tokens_per_step is 0: must be"),
+        ({"warmup": 0}, "warmup is 0"),
+    ],
+)
+def test_what_no_record_can_hold_is_found_before_the_run(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=says):
+        StepRecorder(tmp_path / "x.jsonl", **{"arm": "none", "job": {}, "tokens_per_step": 1} | settings)
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_calls_out_of_order_are_refused_and_those_between_steps_change_nothing(tmp_path: Path) -> None:
+    results, one = tmp_path / "x.jsonl", torch.ones(1)
+    recorder = StepRecorder(results, arm="none", job={}, tokens_per_step=1, device=CPU, warmup=1, steps=2)
+    for call in (recorder.end, lambda: recorder.report(one)):
+        with pytest.raises(UsageError, match=r"call begin\(\) first"):
+            call()
+    for _ in range(3):
+        recorder.begin()
+        recorder.begin()  # the step before was given up
+        recorder.mark("forward")
+        for loss, says in ((1.0, "loss is 1.0"), (torch.ones(2), r"loss has shape \(2,\)")):
+            with pytest.raises(UsageError, match=says):
+                recorder.report(loss)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="no loss for this step"):
+            recorder.end()
+        recorder.report(one)
+        done = recorder.end()
+        recorder.mark("forward")  # of an evaluation
+    with pytest.raises(UsageError, match=r"mark\('fwd'\): phases are forward, backward"):
+        recorder.mark("fwd")  # type: ignore[arg-type]
+    record = recorder.finish()
+    assert done
+    assert record is not None
+    assert len(record.steps) == 2
+    assert [len(recorder._steps.marks(step)) for step in range(3)] == [1, 1, 1]
 
 
 def test_report_describes_the_job_and_compares_arms(tmp_path: Path) -> None:

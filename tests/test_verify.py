@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import signal
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -411,6 +412,20 @@ def test_a_rank_that_breaks_is_a_failure_with_its_reason(
     out = capfd.readouterr().out
     assert "FAIL: none, 1 rank, mlp, bf16, clip: the ranks ended: RuntimeError: no such slot" in out
     assert "not run: none, 1 rank, mlp, bf16, no clip" in out
+
+
+def test_ranks_end_with_an_interruption(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun = []
+
+    def interrupted(context: ranks.ProcessContext) -> bool:
+        begun.extend(context.processes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranks.ProcessContext, "join", interrupted)
+    launch = ranks.Launch(2, 2, "cpu", (Case(2), Case(2, "moe")), tuple(variants([])), quick=True)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run([launch], tmp_path)
+    assert [process.exitcode for process in begun] == [-signal.SIGKILL] * 2
 
 
 def test_one_process_rehearses_a_larger_world(tmp_path: Path) -> None:

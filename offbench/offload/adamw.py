@@ -7,7 +7,7 @@ ordinary AdamW; the engine stages them on the device chunk by chunk, in the orde
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,23 +17,22 @@ from torch import nn
 
 from offbench.errors import OffbenchError
 from offbench.offload import fsdp
-from offbench.offload.backends import missing_backend
 from offbench.offload.budget import leading, relocate
 from offbench.offload.chunks import Chunk, plan_chunks
 from offbench.offload.copies import Ledger
 from offbench.offload.deferral import deferrable, in_gather_order
-from offbench.offload.engine import Engine, Work
+from offbench.offload.engine import Engine
 from offbench.offload.engines import engine_for
-from offbench.offload.gradients import own
 from offbench.offload.hoststore import HostStore
-from offbench.offload.hyper import Hyper, capture, refuse, refuse_options
+from offbench.offload.hyper import capture, refuse, refuse_options
 from offbench.offload.layout import Member, local_of, moments_in
+from offbench.offload.misplaced import misplaced
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
 from offbench.offload.stale import hidden
 from offbench.offload.state import check_saved, load_groups, load_moments, places
 from offbench.offload.streams import DeviceStreams, Streams
-from offbench.offload.updates import ChunkUpdates, Implementation
+from offbench.offload.updates import ChunkUpdates, Implementation, take_gradients
 from offbench.offload.zerocopy.support import in_host_memory
 
 
@@ -70,6 +69,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         **others: Any,
     ) -> None:
         self._settled = 0
+        self._laid_out: set[nn.Parameter] = set()
+        """Parameters that have a chunk. `state` cannot tell: whoever reads it for a frozen one leaves an entry."""
         refuse_options(others, implementation)
         super().__init__(
             params, lr, betas, eps, weight_decay, fused=implementation == "fused", foreach=implementation == "foreach"
@@ -80,7 +81,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         trained = self._without_state(lambda p: p.requires_grad)
         if not trained:
             raise OffbenchError("no parameter requires a gradient: there is no optimizer state to keep")
-        if why := missing_backend(p for p, _ in trained):
+        if why := misplaced(p for p, _ in trained):
             raise OffbenchError(why)
         self.device = local_of(trained[0][0]).device
         self.implementation: Implementation = implementation
@@ -101,11 +102,13 @@ class OffloadedAdamW(torch.optim.AdamW):
     def _without_state(self, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[nn.Parameter, int]]:
         """Parameters, with their param group's index, that have no moments yet and are `wanted`."""
         found = [(p, g) for g, group in enumerate(self.param_groups) for p in group["params"]]
-        return [(p, g) for p, g in found if p not in self.state and wanted(p)]
+        return [(p, g) for p, g in found if p not in self._laid_out and wanted(p)]
 
     def _lay_out(self, parameters: list[tuple[nn.Parameter, int]]) -> None:
         """Give these parameters chunks behind the ones there are, with zero moments in `self.state`."""
         given = [p for p, _ in parameters]
+        if why := misplaced([*(update.members[0].parameter for update in self._updates[:1]), *given]):
+            raise OffbenchError(why)
         if self.schedule.deferred:
             self.schedule = deferrable(self.schedule, self._model, given, self._streams)
             parameters = in_gather_order(self.schedule, self._model, parameters)
@@ -132,6 +135,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             states |= {p: {"step": torch.tensor(0.0), **found} for p, found in moments_in(home, mine).items()}
             self._updates.append(ChunkUpdates(chunk, mine, self.implementation))
         self.state.update((parameter, states[parameter]) for parameter in given)
+        self._laid_out.update(given)
         self.chunks += new
         if self.schedule.offloaded:
             self._engine = engine_for(
@@ -174,9 +178,14 @@ class OffloadedAdamW(torch.optim.AdamW):
             raise OffbenchError(
                 "step() after detach(): the model's gathers would not wait for it; make a new optimizer"
             )
+        if len(self.state) < len(self._laid_out):
+            raise OffbenchError(
+                "optimizer.state was cleared, but the moments are still there; to start anew, make a new optimizer"
+            )
         if late := self._without_state(lambda p: p.grad is not None):  # frozen until now
             self._lay_out(late)
-        works, counters = self._take_gradients([capture(group) for group in self.param_groups])
+        hypers = [capture(group) for group in self.param_groups]
+        works, counters = take_gradients(self._updates, self.state, hypers, self.schedule.deferred, self._in_place)
         if self._debug and self.schedule.deferred:
             works = [hidden(work, self._streams) for work in works]
         if self._engine is not None:
@@ -186,36 +195,6 @@ class OffloadedAdamW(torch.optim.AdamW):
                 work.update(Staged.whole(self._resident[work.chunk.index]))
         if counters:  # no kernel reads these: the device's work is queued first
             torch._foreach_add_(counters, 1)
-
-    def _take_gradients(self, hypers: Sequence[Hyper]) -> tuple[list[Work], list[torch.Tensor]]:
-        """This step's works, and the step counters of the parameters in them.
-
-        Under a deferred schedule the gradients become ours: `p.grad` is None afterwards.
-        """
-        counters: list[torch.Tensor] = []
-        found: list[tuple[ChunkUpdates, list[int]]] = []
-        gradients: list[torch.Tensor] = []
-        for update in self._updates:
-            present = []
-            for position, member in enumerate(update.members):
-                parameter = member.parameter
-                gradient = parameter.grad
-                if gradient is not None:
-                    present.append(position)
-                    gradients.append(local_of(gradient))
-                    counters.append(self.state[parameter]["step"])
-                    if self.schedule.deferred:
-                        parameter.grad = None
-            if present:
-                found.append((update, present))
-        if self.schedule.deferred:
-            gradients = own(gradients)
-        works, taken = [], 0
-        for update, present in found:
-            mine = gradients[taken : taken + len(present)]
-            works.append(update.work(present, mine, hypers, self._in_place(update.chunk)))
-            taken += len(present)
-        return works, counters
 
     def _in_place(self, chunk: Chunk) -> bool:
         """Whether a kernel of ours updates this chunk in host memory; on the CPU torch's does."""
@@ -300,8 +279,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         late = hasattr(self, "_updates")  # not while torch's constructor adds the first groups
         if late:
             params = param_group["params"]
-            listed = [params] if isinstance(params, torch.Tensor) else list(params)
-            param_group = {**param_group, "params": listed}
+            if not isinstance(params, (torch.Tensor, set)):  # torch refuses sets: they have no order
+                param_group = {**param_group, "params": list(params)}
             refuse(param_group, self.implementation)
         super().add_param_group(param_group)
         if late:
@@ -320,17 +299,29 @@ class OffloadedAdamW(torch.optim.AdamW):
         Raises OffbenchError when the groups or shapes do not fit this optimizer's.
         """
         self.drain()
+        state_dict = state_dict.copy()  # as torch: hooks may change theirs
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         check_saved(self.param_groups, state_dict["param_groups"], state_dict["state"])
         load_groups(self.param_groups, state_dict["param_groups"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, key in zip(group["params"], saved["params"], strict=True):
-                if key in state_dict["state"] and parameter not in self.state:  # frozen here, trained there
+                if state_dict["state"].get(key) and parameter not in self._laid_out:  # frozen here, trained there
                     self._lay_out(self._without_state(lambda p, wanted=parameter: p is wanted))  # type: ignore[misc]
-                if parameter in self.state:
+                if parameter in self._laid_out:
                     load_moments(self.state[parameter], state_dict["state"].get(key))
         for update in self._updates:
             for member in update.members:
                 member.step.copy_(self.state[member.parameter]["step"])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OffbenchError(
+            "an OffloadedAdamW can be neither copied nor pickled: its moments are in pinned memory of this process; "
+            "load its state_dict() into another one"
+        )
 
 
 def _end(engine: Engine, guard: fsdp.ReadGuard) -> None:

@@ -196,7 +196,7 @@ def _wrap(group: Any, guard: _Guard) -> Callable[[], None]:
 
 
 def _install(group: Any, guards: list[_Guard]) -> None:
-    single = group.mesh_info.shard_mesh_size == 1
+    single = getattr(group.mesh_info, "shard_mesh_size", 1) == 1  # `replicate` shards nothing
     unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
 
     def unshard_after_update(async_op: bool = False) -> Any:

@@ -101,4 +101,5 @@ def sole_memory(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
     ours = len({id(gradient) for gradient in gradients}) + len(bases) + 1  # and `storage`
     if count(storage._cdata) != ours:
         return None
-    return torch.empty(0, dtype=torch.uint8, device=gradients[0].device).set_(storage)
+    with torch.inference_mode(False):  # an evaluation may be what queues this; training writes to it later
+        return torch.empty(0, dtype=torch.uint8, device=gradients[0].device).set_(storage)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from offbench.errors import OffbenchError
-from offbench.hardware import cgroup_memory, memlock_caution, memlock_limit
+from offbench.hardware import cgroup_memory, host_memory, memlock_caution, memlock_limit
 from offbench.offload.readback import device_view
 from offbench.units import gib
 
@@ -36,8 +36,8 @@ class HostStore:
     sizes: bytes of each chunk, multiples of 512. pin_for: the device whose driver must know the pages; None (or a CPU)
     leaves them pageable. huge_pages: ask the kernel for 2 MiB pages: fewer faults, but it may stall to find them where
     memory is fragmented. Before anything is mapped, a container's limit that is too low raises OffbenchError
-    (`require_room`); one that is for as much from every local rank, and a low RLIMIT_MEMLOCK, is a UserWarning. Raises
-    OffbenchError, with the bytes already pinned, when the driver refuses.
+    (`require_room`); one that is for as much from every local rank, a host that is, and a low RLIMIT_MEMLOCK, are
+    UserWarnings. Raises OffbenchError when the system refuses the memory, or the driver to pin it.
     """
 
     def __init__(self, sizes: Sequence[int], pin_for: torch.device | None = None, *, huge_pages: bool = True) -> None:
@@ -69,14 +69,21 @@ class HostStore:
     def _take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         began = time.perf_counter()
         self._check(sum(sizes))
+        taken, before = [], len(self.addresses)
+        try:
+            for first, last in _slabs(sizes):
+                slab = self._slab(sum(sizes[first:last]))
+                start = 0
+                for size in sizes[first:last]:
+                    taken.append(slab[start : start + size])
+                    start += size
+        except OffbenchError:  # what was pinned for this call goes back: whoever catches it may ask for less
+            unused = [self.addresses.pop() for _ in self.addresses[before:]]
+            if self._pin:
+                _unregister(unused)
+                self.locked_bytes -= sum(nbytes for _, nbytes in unused)
+            raise
         self.requested_bytes += sum(sizes)
-        taken = []
-        for first, last in _slabs(sizes):
-            slab = self._slab(sum(sizes[first:last]))
-            start = 0
-            for size in sizes[first:last]:
-                taken.append(slab[start : start + size])
-                start += size
         self.seconds += time.perf_counter() - began
         return taken
 
@@ -108,7 +115,13 @@ class HostStore:
         if not nbytes:  # all of these chunks' state stays on the device
             return torch.empty(0, dtype=torch.uint8)
         rounded = -(-nbytes // PAGE) * PAGE
-        memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise OffbenchError(
+                f"the system refused {gib(rounded)} GiB of host memory for optimizer state ({error.strerror}); check "
+                "`ulimit -v` and vm.overcommit_memory"
+            ) from error
         if self._huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)  # fewer, larger faults; the kernel may ignore it
         if self._pin:
@@ -150,13 +163,17 @@ def require_room(nbytes: int, root: Path = Path("/")) -> None:
 
 
 def crowding(nbytes: int, ranks: int, root: Path = Path("/")) -> str | None:
-    """Why a container is too small for as many bytes from each local rank, which all find room before they begin."""
+    """Why a container, or the host, is too small for as many bytes from each local rank, which all find room before
+    they begin."""
     for limit, _ in cgroup_memory(root):
         if ranks > 1 and ranks * nbytes > limit:
             return (
                 f"takes {gib(nbytes)} GiB of host memory, as {ranks} local ranks may do, and its container has "
                 f"{gib(limit)} GiB for all; if the ranks share it, raise its memory limit, or run fewer ranks in it"
             )
+    if ranks * nbytes > (total := host_memory(root)[0]):
+        each = f"{gib(nbytes)} GiB of host memory" + (f", as {ranks} local ranks may do," if ranks > 1 else "")
+        return f"takes {each} and the host has {gib(total)} GiB; shard over more hosts"
     return None
 
 

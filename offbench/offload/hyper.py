@@ -39,6 +39,8 @@ def refuse(group: Mapping[str, Any], implementation: str | None = None) -> None:
     for option in _REFUSED:
         if group.get(option):
             raise OffbenchError(f"OffloadedAdamW does not support {option}=True")
+    if group.get("decoupled_weight_decay") is False:  # torch's AdamW would obey
+        raise OffbenchError("OffloadedAdamW does not support decoupled_weight_decay=False: that is Adam, not AdamW")
     for kernel in ("fused", "foreach"):
         if implementation is not None and group.get(kernel) and kernel != implementation:
             raise OffbenchError(

@@ -31,10 +31,12 @@ class Member:
         return local_of(self.parameter)
 
     def views(self, chunk: Staged) -> tuple[torch.Tensor, torch.Tensor]:
-        """exp_avg and exp_avg_sq, shaped as the local shard, out of a chunk's bytes."""
+        """exp_avg and exp_avg_sq, shaped as the local shard, out of a chunk's bytes. They lie in memory as it does and
+        as torch's do: the fused kernels walk through memory, whatever the strides."""
         local = self.local
+        strides = torch.empty_like(local, device="meta").stride()
         first, second = self.flat(chunk, local)
-        return first.view(local.shape), second.view(local.shape)
+        return first.as_strided(local.shape, strides), second.as_strided(local.shape, strides)
 
     def flat(self, chunk: Staged, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """exp_avg and exp_avg_sq of this local shard, one-dimensional."""

@@ -102,13 +102,9 @@ def _rows(target: Tensor, world: int) -> Sequence[Tensor]:
     key = (world, target.dtype, target.storage_offset(), target.numel(), target.untyped_storage()._cdata)
     known = getattr(kept, _ROWS, None)
     if known is None or known[0] != key:
+        width = target.numel() // world
         flat = torch.empty(0, dtype=target.dtype, device=target.device)
-        flat.set_(
-            target.untyped_storage(),
-            target.storage_offset(),
-            (world, target.numel() // world),
-            (target.numel() // world, 1),
-        )
+        flat.set_(target.untyped_storage(), target.storage_offset(), (world, width), (width, 1))
         known = (key, flat.unbind(0))
         setattr(kept, _ROWS, known)
     rows: Sequence[Tensor] = known[1]

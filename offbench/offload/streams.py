@@ -175,7 +175,8 @@ class DeviceStreams:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 memory [nbytes] from the caching allocator's pool of the current stream."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # an evaluation may be what queues an update; training writes to it later
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def release(self, tensors: Sequence[torch.Tensor], used_by: Sequence[Stream]) -> None:
         """Mark the tensors as used by side streams; the caller then drops its references."""

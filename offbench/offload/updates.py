@@ -6,17 +6,20 @@ step is made once: every tensor made anew costs the host a microsecond or more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.optim.adamw import adamw
 
+from offbench.errors import OffbenchError
 from offbench.offload.chunks import Chunk
 from offbench.offload.cuts import Cuts
 from offbench.offload.engine import Work
+from offbench.offload.gradients import own
 from offbench.offload.hyper import Hyper
-from offbench.offload.layout import Member
+from offbench.offload.layout import Member, local_of
 from offbench.offload.staged import Staged
 
 Implementation = Literal["fused", "foreach"]
@@ -91,6 +94,49 @@ class ChunkUpdates:
             counts = [local.numel() for local in locals_]
             self._cuts = Cuts([member.moments for member in self.members], counts, dtypes.pop())
         return self._cuts
+
+
+def take_gradients(
+    updates: Sequence[ChunkUpdates],
+    state: Mapping[torch.Tensor, Any],
+    hypers: Sequence[Hyper],
+    deferred: bool,
+    in_place: Callable[[Chunk], bool],
+) -> tuple[list[Work], list[torch.Tensor]]:
+    """A step's works, and the counters (from `state`) of the parameters in them, those that have a gradient.
+
+    deferred: gradients become ours, and `p.grad` is None afterwards. in_place: whether a chunk's state will be in host
+    memory. Raises OffbenchError for a sparse gradient; no gradient is taken then.
+    """
+    found: list[tuple[ChunkUpdates, list[int]]] = []
+    parameters: list[nn.Parameter] = []
+    gradients: list[torch.Tensor] = []
+    for update in updates:
+        present = []
+        for position, member in enumerate(update.members):
+            gradient = member.parameter.grad
+            if gradient is not None:
+                if gradient.layout is not torch.strided:
+                    raise OffbenchError(
+                        f"a parameter of shape {tuple(gradient.shape)} has a sparse gradient, which AdamW does not "
+                        "support; make it with sparse=False"
+                    )
+                present.append(position)
+                parameters.append(member.parameter)
+                gradients.append(local_of(gradient))
+        if present:
+            found.append((update, present))
+    counters = [state[parameter]["step"] for parameter in parameters]
+    if deferred:
+        for parameter in parameters:
+            parameter.grad = None
+        gradients = own(gradients)
+    works, taken = [], 0
+    for update, present in found:
+        mine = gradients[taken : taken + len(present)]
+        works.append(update.work(present, mine, hypers, in_place(update.chunk)))
+        taken += len(present)
+    return works, counters
 
 
 def _shaped(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -67,14 +67,27 @@ def run(launches: Sequence[Launch], folder: Path) -> list[tuple[list[Answer], st
 
     folder: an empty one, for the ranks' files.
     """
-    started = []
-    for number, launch in enumerate(launches):
-        if launch.device == "cuda":
-            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic products; read when CUDA starts
-        for part in range(launch.parts):
-            where = folder / f"{number}.{part}"
-            where.mkdir()
-            started.append((number, where, _start(launch, part, where)))
+    started: list[tuple[int, Path, ProcessContext]] = []
+    try:
+        for number, launch in enumerate(launches):
+            if launch.device == "cuda":
+                os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic products; read when CUDA starts
+            for part in range(launch.parts):
+                where = folder / f"{number}.{part}"
+                where.mkdir()
+                started.append((number, where, _start(launch, part, where)))
+        return _collect(launches, started)
+    except BaseException:  # interrupted: the ranks would train on to the end, and this process wait for them
+        for process in (process for _, _, context in started for process in context.processes):
+            process.kill()
+            process.join()
+        raise
+
+
+def _collect(
+    launches: Sequence[Launch], started: Sequence[tuple[int, Path, ProcessContext]]
+) -> list[tuple[list[Answer], str | None]]:
+    """Wait for the ranks, and read what they found."""
     found: list[tuple[list[Answer], str | None]] = [([], None) for _ in launches]
     for number, where, context in started:
         answers, failure = found[number]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -90,6 +94,38 @@ def test_local_ranks_that_all_find_room_are_warned_of_each_other(monkeypatch: py
         HostStore([12288])
 
 
+def test_a_host_too_small_for_its_ranks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hoststore, "cgroup_memory", lambda root: [])
+    monkeypatch.setattr(hoststore, "host_memory", lambda root: (16384, 16384))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="as 2 local ranks may do, and the host has"):
+        HostStore([12288])
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HostStore([12288])
+
+
+def test_memory_the_system_refuses_is_one_line_and_leaves_the_store_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HostStore([4096])
+    made: list[int] = []
+
+    def refused(fileno: int, length: int, **others: int) -> mmap.mmap:
+        if made:
+            raise OSError(12, "Cannot allocate memory")
+        made.append(length)
+        return mmap.mmap(fileno, length)
+
+    fake = SimpleNamespace(mmap=refused, MAP_PRIVATE=0, MAP_ANONYMOUS=0)
+    monkeypatch.setattr(hoststore, "mmap", fake)
+    monkeypatch.setattr(hoststore, "SLAB_BYTES", 4096)
+    with pytest.raises(OffbenchError, match=r"refused 0\.000 GiB .*Cannot allocate memory.*ulimit -v"):
+        store.extend([4096, 4096])
+    assert made == [4096]
+    assert store.requested_bytes == 4096
+    assert len(store.addresses) == 1
+
+
 def test_a_low_limit_of_locked_memory_is_said_once_and_before_anything_is_mapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -128,6 +164,70 @@ def test_huge_pages_are_asked_for_unless_they_are_not_wanted(monkeypatch: pytest
     schedule = Schedule("chunked", offloaded=True, slots=2)
     OffloadedAdamW([torch.nn.Parameter(torch.zeros(512))], schedule=schedule, huge_pages=wanted)
     assert asked == [mmap.MADV_HUGEPAGE] * wanted
+
+
+def test_every_page_is_touched_at_once_by_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers: list[int] = []
+
+    class Noted(ThreadPoolExecutor):
+        def __init__(self, most: int) -> None:
+            workers.append(most)
+            super().__init__(most)
+
+    monkeypatch.setattr(hoststore, "ThreadPoolExecutor", Noted)
+    before = psutil.Process().memory_info().rss
+    store = HostStore([256 << 20])
+    assert psutil.Process().memory_info().rss - before > 200 << 20
+    assert workers == [len(os.sched_getaffinity(0))]
+    del store
+
+
+class Driver:
+    """What of CUDA's runtime pins memory; it refuses slabs above `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if nbytes > self.most:
+            return 2
+        self.pinned[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.pinned[address]
+
+
+def test_what_the_driver_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(8192)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(hoststore, "SLAB_BYTES", 8192)
+    store = HostStore([4096, 4096, 512], pin_for=torch.device("cuda"))
+    assert driver.pinned == dict(store.addresses)
+    assert store.locked_bytes == sum(driver.pinned.values()) == 8192 + PAGE
+    with pytest.raises(OffbenchError, match=r"refused to pin .* after .*ulimit -l"):
+        store.extend([8192, 16384])
+    assert driver.pinned == dict(store.addresses), "the first of the two went back"
+    assert store.locked_bytes == 8192 + PAGE
+    del store
+    gc.collect()
+    assert driver.pinned == {}
+
+
+def test_pinned_pages_stay_with_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a fork, copy-on-write could move them away from where the device writes."""
+    asked: list[int] = []
+
+    class Recorded(mmap.mmap):
+        def madvise(self, option: int, *rest: int) -> None:
+            asked.append(option)
+
+    monkeypatch.setattr(hoststore.mmap, "mmap", Recorded)
+    monkeypatch.setattr(hoststore, "_unregister", lambda slabs: None)
+    monkeypatch.setattr(HostStore, "_register", lambda self, slab: None)
+    HostStore([4096], pin_for=torch.device("cuda"), huge_pages=False)
+    assert asked == [mmap.MADV_DONTFORK]
 
 
 @pytest.mark.gpu

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -109,6 +112,7 @@ def test_a_parameter_frozen_for_a_while(schedule: Schedule) -> None:
     )
     assert same(expected, found)
     assert float(optimizer.state[net[1].weight]["step"]) == 3
+    assert sum(optimizer.where().values()) == 8 * sum(p.numel() for p in net.parameters())
     assert float(optimizer.state[net[0].weight]["step"]) == 5
     assert len(optimizer.state) == len(reference.state)
 
@@ -167,6 +171,8 @@ def test_what_would_not_be_exact_is_refused() -> None:
         OffloadedAdamW(net.parameters(), schedule=CHUNKED, foreach=True)
     with pytest.raises(OffbenchError, match="all groups run one kernel"):
         OffloadedAdamW([{"params": net.parameters(), "fused": True}], schedule=CHUNKED, implementation="foreach")
+    with pytest.raises(OffbenchError, match="that is Adam, not AdamW"):
+        OffloadedAdamW([{"params": net.parameters(), "decoupled_weight_decay": False}], schedule=CHUNKED)
     with pytest.raises(TypeError, match="no option nesterov"):
         OffloadedAdamW(net.parameters(), schedule=CHUNKED, nesterov=True)
     with pytest.raises(OffbenchError, match="complex"):
@@ -181,6 +187,9 @@ def test_what_would_not_be_exact_is_refused() -> None:
     assert len(optimizer.param_groups) == 1, "what is refused is not added"
     with pytest.raises(OffbenchError, match="no parameter requires a gradient"):
         OffloadedAdamW([nn.Parameter(torch.ones(2), requires_grad=False)], schedule=CHUNKED)
+    meta = nn.Parameter(torch.ones(2, device="meta"))
+    with pytest.raises(OffbenchError, match=r"shape \(2,\) is on the meta device; call to_empty"):
+        OffloadedAdamW([meta], schedule=CHUNKED)
     with optimizer.settled(), pytest.raises(OffbenchError, match=r"settled"):
         optimizer.step()
 
@@ -352,9 +361,12 @@ def test_an_option_set_later_is_refused_at_the_step() -> None:
     net(torch.ones(1, 24)).sum().backward()
     with pytest.raises(OffbenchError, match="amsgrad"):
         optimizer.step()
+    optimizer.param_groups[0].update(amsgrad=False, lr=torch.tensor(0.1, device="meta"))
+    with pytest.raises(OffbenchError, match="lr is a tensor on the device"):
+        optimizer.step()
 
 
-@pytest.mark.parametrize("fault", ["amsgrad", "shape"])
+@pytest.mark.parametrize("fault", ["amsgrad", "shape", "step"])
 def test_a_state_that_does_not_fit_changes_nothing(fault: str) -> None:
     _, net, optimizer = run(lambda n: OffloadedAdamW(n.parameters(), 1e-2, schedule=CHUNKED))
     saved = torch.optim.AdamW(model().parameters(), 7.0, fused=True).state_dict()
@@ -364,13 +376,130 @@ def test_a_state_that_does_not_fit_changes_nothing(fault: str) -> None:
     }
     if fault == "amsgrad":
         saved["param_groups"][0]["amsgrad"] = True
-    else:
+    elif fault == "shape":
         saved["state"][1]["exp_avg_sq"] = torch.ones(3)
+    else:
+        del saved["state"][1]["step"]
     before = [optimizer.state[p]["exp_avg"].clone() for p in net.parameters()]
     with pytest.raises(OffbenchError, match="amsgrad" if fault == "amsgrad" else "parameter 1"):
         optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == 1e-2
     assert same(before, [optimizer.state[p]["exp_avg"] for p in net.parameters()])
+
+
+def test_a_state_of_adam_is_loaded_as_torch_loads_it() -> None:
+    """Its groups say that weight decay is coupled, or how that process ran: neither is what this optimizer does."""
+    adam = run(lambda net: torch.optim.Adam(net.parameters(), 1e-2, weight_decay=0.1, fused=True))[2]
+    adam.param_groups[0]["capturable"] = True
+
+    def load(step: int, net: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        if step == 2:
+            saved = copy.deepcopy(adam.state_dict())
+            optimizer.load_state_dict(saved)
+            optimizer.param_groups[0]["capturable"] = False
+
+    expected, _, _ = run(lambda net: plain(net.parameters()), before=load)
+    found, _, optimizer = run(lambda net: OffloadedAdamW(net.parameters(), schedule=CHUNKED), before=load)
+    assert same(expected, found)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+
+
+def test_a_rate_that_is_a_tensor_is_not_shared_with_the_state_it_was_loaded_from() -> None:
+    saved = copy.deepcopy(plain(model().parameters(), lr=torch.tensor(0.5)).state_dict())
+    optimizer = OffloadedAdamW(model().parameters(), schedule=CHUNKED)
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"].fill_(0.25)  # as a scheduler does
+    assert float(saved["param_groups"][0]["lr"]) == 0.5
+
+
+def test_hooks_on_loading_run_as_torchs_do() -> None:
+    optimizer = OffloadedAdamW(model().parameters(), lr=0.1, schedule=CHUNKED)
+    saved, seen = optimizer.state_dict(), []
+
+    def halve(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict | {"param_groups": [group | {"lr": group["lr"] / 2} for group in state_dict["param_groups"]]}
+
+    optimizer.register_load_state_dict_pre_hook(halve)
+    optimizer.register_load_state_dict_post_hook(lambda loaded: seen.append(loaded.param_groups[0]["lr"]))
+    optimizer.load_state_dict(saved)
+    assert seen == [0.05]
+    assert saved["param_groups"][0]["lr"] == 0.1
+
+
+def test_sparse_gradients_and_groups_without_an_order_are_refused() -> None:
+    net = nn.Embedding(4, 8, sparse=True)
+    optimizer = OffloadedAdamW(net.parameters(), schedule=CHUNKED)
+    net(torch.tensor([1])).sum().backward()
+    with pytest.raises(OffbenchError, match="sparse=False"):
+        optimizer.step()
+    assert net.weight.grad is not None
+    with pytest.raises(TypeError, match="set"):
+        optimizer.add_param_group({"params": {nn.Parameter(torch.ones(2))}})
+
+
+def test_a_parameter_added_on_another_device_is_refused() -> None:
+    optimizer = OffloadedAdamW(model().parameters(), schedule=CHUNKED)
+    with pytest.raises(OffbenchError, match="meta"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, device="meta"))]})
+
+
+def test_a_copy_or_a_cleared_state_is_refused() -> None:
+    """Either would share host memory, or update twice."""
+    net = model()
+    optimizer = OffloadedAdamW(net.parameters(), schedule=CHUNKED)
+    for make in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(OffbenchError, match=r"neither copied nor pickled.*state_dict\(\)"):
+            make(optimizer)
+    optimizer.state.clear()
+    net(torch.ones(1, 24)).sum().backward()
+    with pytest.raises(OffbenchError, match="make a new optimizer"):
+        optimizer.step()
+
+
+def test_reading_the_state_of_a_frozen_parameter_leaves_it_trainable() -> None:
+    net = model()
+    net[1].requires_grad_(False)
+    optimizer = OffloadedAdamW(net.parameters(), schedule=CHUNKED)
+    assert optimizer.state[net[1].weight] == {}, "which makes an entry of it"
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    net[1].requires_grad_(True)
+    net(torch.ones(1, 24)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[net[1].weight]["step"] == 1
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_moments_lie_in_memory_as_their_parameters_do(implementation: str) -> None:
+    """torch's fused kernel walks memory: where a weight is channels_last, so are its moments."""
+
+    def trained(make: Callable[[Any], torch.optim.Optimizer], saved: Any = None) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        net = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        optimizer = make(net.parameters())
+        if saved is not None:
+            net.load_state_dict(saved[0])
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))  # torch trains on in what it is given
+        for step in range(2):
+            torch.manual_seed(step)
+            net(torch.randn(2, 3, 8, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return net, optimizer
+
+    def reference(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, 1e-2, **{implementation: True})
+
+    def offloaded(parameters: Any) -> torch.optim.Optimizer:
+        return OffloadedAdamW(parameters, 1e-2, schedule=CHUNKED, implementation=implementation)
+
+    saved = None
+    for _ in range(2):  # from the start, then from what torch saved
+        (expected, theirs), (found, ours) = trained(reference, saved), trained(offloaded, saved)
+        assert torch.equal(expected.weight, found.weight)
+        assert ours.state[found.weight]["exp_avg"].stride() == found.weight.stride()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(theirs.state[expected.weight][moment], ours.state[found.weight][moment])
+        saved = copy.deepcopy((expected.state_dict(), theirs.state_dict()))
 
 
 def late_group(rank: int) -> list[str]:
@@ -397,3 +526,39 @@ def late_group(rank: int) -> list[str]:
 
 def test_a_group_added_to_overlap() -> None:
     assert on_ranks(2, late_group) == [[], []]
+
+
+def late_and_unmanaged(rank: int, arm: str) -> tuple[list[str], list[str]]:
+    """A group whose parameter no FSDP2 unit gathers, added with updates pending: what is warned, and what differs."""
+    snapshots, texts = [], []
+    for offloaded in (False, True):
+        net, extra = sharded.build(CPU), nn.Parameter(torch.ones(8))
+        if offloaded:
+            optimizer = sharded.optimizer_of(arm, net, AdversarialStreams({}), lead=1, ahead=0)
+        else:
+            optimizer = torch.optim.AdamW(net.parameters(), **sharded.OPTIONS, fused=True)
+        beside = torch.optim.AdamW([extra], **sharded.OPTIONS, fused=True)  # which takes no list of both kinds
+
+        def between(step: int, new: Any = optimizer if offloaded else beside, extra: nn.Parameter = extra) -> None:
+            extra.grad = torch.ones(8)
+            if isinstance(new, OffloadedAdamW):
+                if step == 0:
+                    new.add_param_group({"params": [extra]})
+            elif step > 0:
+                new.param_groups[0]["lr"] = sharded.OPTIONS["lr"] * (step + 1)
+                new.step()
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sharded.train(net, optimizer, rank, CPU, between, range(3))
+        texts += [str(warning.message) for warning in caught]
+        snapshots.append(sharded.snapshot(net, optimizer) | {"extra": extra.detach().clone()})
+    return texts, sharded.differences(*snapshots)
+
+
+@pytest.mark.parametrize("arm", ["overlap", "stream"])
+def test_a_late_group_that_nobody_gathers_ends_the_deferral_and_says_so(arm: str) -> None:
+    ((texts, differ),) = on_ranks(1, late_and_unmanaged, arm)
+    assert differ == []
+    assert len(texts) == 1
+    assert "no FSDP2 group manages parameter of shape (8,); updates run synchronously" in texts[0]

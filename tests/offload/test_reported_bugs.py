@@ -245,6 +245,35 @@ def test_a_huge_parameter_costs_staging_its_own_size_once(where: int) -> None:  
     assert huge < optimizer.staging_peak <= huge + CHUNKED.slots * CHUNKED.chunk_bytes
 
 
+def released(rank: int) -> list[set[str]]:
+    """By parameter, the streams that the memory of a deferred update's gradients was said to be used by when it was
+    given up: that of a parameter group is one buffer, of which one tensor is enough."""
+    seen: dict[int, set[str]] = {}
+
+    class Noting(AdversarialStreams):
+        def release(self, tensors: Any, used_by: Any) -> None:
+            for tensor in tensors:
+                seen.setdefault(tensor.untyped_storage().data_ptr(), set()).update(stream.name for stream in used_by)
+            super().release(tensors, used_by)
+
+    model = sharded.build(CPU)
+    optimizer = sharded.optimizer_of("overlap", model, Noting({}), slots=2, lead=1, ahead=0)
+    sharded.train(model, optimizer, rank, CPU, steps=range(1))
+    model(torch.ones(4, sharded.WIDTH)).backward()
+    optimizer.drain()
+    gradients = [p.grad.to_local().untyped_storage().data_ptr() for p in model.parameters()]
+    optimizer.step()
+    optimizer.drain()
+    return [seen.get(address, set()) for address in gradients]
+
+
+def test_gradients_are_not_handed_on_before_their_update_has_run() -> None:
+    """The allocator must know of the stream that reads them: DeepSpeed#7965, pytorch#180665, prime-rl#3109"""
+    (found,) = on_ranks(1, released)
+    assert len(found) == 14
+    assert all("update" in streams for streams in found)
+
+
 def streams_made(rank: int, arm: str) -> list[int]:
     """Streams that exist after each of 50 steps, FSDP's own included."""
     made = []

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.streams import Why
-from offbench.verify.trainees import wrapped_mlp
+from offbench.verify.trainees import Mlp, wrapped_mlp
 from tests.offload import sharded
 from tests.ranks import on_ranks
 
@@ -121,6 +123,90 @@ def test_replicas_of_shards_equal_plain_adamw() -> None:
     assert on_ranks(4, replicated) == [{"main": [], "chunked": [], "overlap": [], "stream": []}] * 4
 
 
+def on_several_meshes(rank: int) -> dict[str, list[str]]:
+    """As expert parallelism with replicas nests them: a part of each block is replicated and sharded, on a mesh of its
+    own, inside blocks that are sharded over all ranks."""
+
+    def run(arm: str | None) -> dict[str, torch.Tensor]:
+        world, pairs = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+        torch.manual_seed(7)
+        model = Mlp(3, sharded.WIDTH)
+        for block in model.blocks:
+            fully_shard(block.down, mesh=pairs)
+            fully_shard(block, mesh=world)
+        fully_shard(model, mesh=world)
+        if arm is None:
+            optimizer = torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
+        else:
+            optimizer = sharded.optimizer_of(arm, model, AdversarialStreams({}), **ARMS[arm])
+        for step in range(3):  # no clipping: torch adds up no norms over two meshes
+            x = torch.randn(4, sharded.WIDTH, generator=torch.Generator().manual_seed(4 * step + rank))
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sharded.snapshot(model, optimizer)
+
+    expected = run(None)
+    return {arm: sharded.differences(expected, run(arm)) for arm in ("chunked", "overlap", "stream")}
+
+
+def test_a_model_on_several_meshes_equals_plain_adamw() -> None:
+    assert on_ranks(4, on_several_meshes) == [{"chunked": [], "overlap": [], "stream": []}] * 4
+
+
+def replicated_only(rank: int) -> dict[str, list[str]]:
+    """torch's composable `replicate`: FSDP2's groups on a mesh that shards nothing."""
+
+    def run(arm: str | None) -> dict[str, torch.Tensor]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+        model = Mlp(3, sharded.WIDTH)
+        for block in model.blocks:
+            replicate(block, mesh=mesh)
+        replicate(model, mesh=mesh)
+        if arm is None:
+            optimizer = torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
+        else:
+            optimizer = sharded.optimizer_of(arm, model, AdversarialStreams({}), **ARMS[arm])
+        sharded.train(model, optimizer, rank, CPU, steps=range(3))
+        return sharded.snapshot(model, optimizer)
+
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    expected = run(None)
+    found = {}
+    for arm in ("overlap", "stream"):
+        torch.set_rng_state(state)
+        found[arm] = sharded.differences(expected, run(arm))
+    return found
+
+
+def test_replicas_alone_equal_plain_adamw() -> None:
+    assert on_ranks(2, replicated_only) == [{"overlap": [], "stream": []}] * 2
+
+
+def half_evaluated(rank: int) -> list[str]:
+    """Under inference_mode, an evaluation of some blocks queues some updates; the next training forward the others."""
+    snapshots = []
+    for arm in (None, "stream"):
+        model = sharded.build(CPU)
+        if arm is None:
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
+        else:
+            optimizer = sharded.optimizer_of(arm, model, None, **ARMS[arm])
+
+        def between(step: int, model: nn.Module = model) -> None:
+            with torch.inference_mode():
+                model.blocks[3](model.blocks[2](torch.ones(4, sharded.WIDTH)))
+
+        sharded.train(model, optimizer, rank, CPU, between, range(3))
+        snapshots.append(sharded.snapshot(model, optimizer))
+    return sharded.differences(*snapshots)
+
+
+def test_an_evaluation_in_inference_mode_takes_over_memory_for_training_too() -> None:
+    assert on_ranks(1, half_evaluated) == [[]]
+
+
 def state_dicts(rank: int) -> dict[str, list[str]]:
     """Train 3 steps, save while updates are pending, load into the other optimizer, train 3 more."""
     expected = reference(rank)
@@ -138,7 +224,7 @@ def state_dicts(rank: int) -> dict[str, list[str]]:
 
         first = make(source)
         sharded.train(model, first, rank, CPU, steps=range(3))
-        saved = first.state_dict()
+        saved = copy.deepcopy(first.state_dict())  # at once: what was pending would still reach the host tensors
         if isinstance(first, OffloadedAdamW):
             first.detach()
         second = make(target)

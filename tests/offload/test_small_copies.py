@@ -70,3 +70,30 @@ def test_the_same_bits(world: int, param: torch.dtype, reduce: torch.dtype) -> N
         assert into == 2 * 4, "every reduce-scatter of every layer and step"
         # Both layers gather once a step, as roots keep what they gathered; one rank has nothing to gather.
         assert out == (0 if size == 1 else 2 * 4)
+
+
+def evaluated_between(rank: int, wanted: bool) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    found = []
+    with kernel_copies(wanted):
+        for _ in range(2):
+            model(torch.ones(2, 12)).square().sum().backward()
+            with torch.inference_mode():
+                found.append(model(torch.ones(2, 12)).clone())
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(p.grad, alpha=-0.1)
+                    p.grad = None
+    return [tensor.clone() for tensor in found] + [p.to_local().detach().clone() for p in model.parameters()]
+
+
+def both_evaluated_between(rank: int) -> bool:
+    return all(map(torch.equal, evaluated_between(rank, False), evaluated_between(rank, True), strict=True))
+
+
+def test_an_evaluation_in_inference_mode_may_come_between() -> None:
+    assert on_ranks(2, both_evaluated_between) == [True, True]

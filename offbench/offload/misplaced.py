@@ -1,9 +1,10 @@
-"""Can the process groups of sharded parameters reduce what is where those parameters are?"""
+"""Where parameters are: on one device, which the process groups that they are sharded over can reach?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,14 +13,22 @@ from torch.distributed.tensor import DTensor
 from offbench.offload.layout import local_of
 
 
-def missing_backend(parameters: Iterable[nn.Parameter]) -> str | None:
-    """A line on the first mesh whose process group has no backend for the device that its parameters are on: their
-    gradients could be neither reduced nor clipped. None when every one has."""
+def misplaced(parameters: Iterable[nn.Parameter]) -> str | None:
+    """A line on the first parameter that cannot be served where it is: on the meta device, on another device than the
+    first one, or on a mesh whose process group has no backend for its device, so that gradients could be neither
+    reduced nor clipped. None when there is none."""
     seen: set[tuple[DeviceMesh, str]] = set()
+    found: torch.device | None = None
     for parameter in parameters:
+        here = local_of(parameter).device
+        found = found or here
+        if here.type == "meta":
+            return f"a parameter of shape {tuple(parameter.shape)} is on the meta device; call to_empty() first"
+        if here != found:
+            return f"parameters are on {found} and {here}: staging has one device; make an optimizer for each"
         if not isinstance(parameter, DTensor):
             continue
-        mesh, device = parameter.device_mesh, local_of(parameter).device.type
+        mesh, device = parameter.device_mesh, here.type
         if (mesh, device) in seen:
             continue
         seen.add((mesh, device))
