@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def of(name: str) -> list[RunRecord]:
 RECORDS = of("stream-first")
 NONE, *STREAM = RECORDS
 SECOND, THIRD, OTHER, ALL = of("stream-second"), of("look-ahead-b"), of("look-ahead-a"), of("all-arms")
+LAYERS = of("stream-third")
 ROWS = {
     "row | B GiB": (NONE, STREAM),
     "second version": (SECOND[0], SECOND[1:]),
@@ -62,6 +64,22 @@ def same(written: str, found: float) -> bool:
     return abs(float(written) - found) <= 0.5001 * 10 ** -len(written.partition(".")[2])
 
 
+@pytest.mark.parametrize(
+    ("first_cell", "rows"),
+    [
+        (
+            "fourth version",
+            lambda: [(one(ALL, "none", link, **copies), one(ALL, "stream", link)) for link, copies in BOTH],
+        ),
+        ("fifth version", lambda: [(one(LAYERS, "none"), r) for r in LAYERS if r.spec.arm.name == "stream"]),
+    ],
+)
+def test_later_rows_of_stream(first_cell: str, rows: Callable[[], list[tuple[RunRecord, RunRecord]]]) -> None:
+    for line, (base, record) in zip(table(first_cell), rows(), strict=True):
+        for written, found in zip(line, figures(record, base), strict=True):
+            assert same(written, found), (line, found)
+
+
 @pytest.mark.parametrize("first_cell", ROWS)
 def test_rows_of_stream(first_cell: str) -> None:
     base, records = ROWS[first_cell]
@@ -83,6 +101,8 @@ def one(records: list[RunRecord], arm: str, emulated: bool = False, **fields: ob
 
 STOCK: dict[str, object] = {"fsdp_copies": "stock", "readbacks": "copy"}
 KERNEL: dict[str, object] = {"fsdp_copies": "kernel", "readbacks": "kernel"}
+BOTH = ((False, KERNEL), (True, {}))
+"""Which links, and which `none` of each."""
 READ, UNREAD = ({"count_readback": read} for read in (True, False))
 
 

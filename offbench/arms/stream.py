@@ -10,6 +10,10 @@ from offbench.offload.schedule import Schedule
 STAGING_CHUNKS = 2
 """Default arena, in chunks: at step() activations are gone; of the 4 GiB that Qwen3-30B-A3B with full checkpointing
 takes beyond parameters and gradients (one H200, rehearsal of 8) the first layer needs about two for itself."""
+LEAD = 6
+"""Default of what step() queues, in chunks, besides those that stay: 8 layers of Qwen3-30B-A3B. What the first updates
+free decides how fast state can arrive, and in one go they cost the host half of what they cost between a forward's
+kernels."""
 
 ARM = Arm(
     name="stream",
@@ -22,7 +26,7 @@ ARM = Arm(
         chunk_bytes=spec.chunk_bytes or GIB,
         resident_bytes=spec.resident_bytes,
         deferred=True,
-        lead=spec.lead or 1,
+        lead=spec.lead or LEAD,
         ahead=12 if spec.ahead is None else spec.ahead,
         write_back="backward",
         staging_bytes=STAGING_CHUNKS * (spec.chunk_bytes or GIB) if spec.staging_bytes is None else spec.staging_bytes,
@@ -34,7 +38,7 @@ ARM = Arm(
         "state_budget": 0,
         "staging_bytes": None,
         "loss_bytes": None,
-        "lead": 1,
+        "lead": LEAD,
         "ahead": 12,
     },
 )

@@ -30,6 +30,8 @@ class Extent:
     begin: Event
     """Passed when its last use before staging was over."""
     free: list[_Free] = field(default_factory=list)
+    closed: bool = False
+    """Nothing more is taken out of it."""
 
     @property
     def nbytes(self) -> int:
@@ -98,13 +100,13 @@ class Extents:
         self.nbytes = 0
         """Bytes of all extents, free or not."""
         self.free_bytes = 0
-        """Of them, those that nobody has taken."""
+        """Of them, those that may be taken."""
         self._clock = 0
         self._serial = 0
         self._sorted: list[_Key] = []
-        """Of all free ranges: looked through for every part of every chunk that moves in."""
+        """Free ranges of extents that are not closed: searched for every part of every chunk that moves in."""
         self._free: dict[int, tuple[Extent, _Free]] = {}
-        """Free ranges and what they are part of, by serial number."""
+        """The same ranges and what they are part of, by serial number."""
 
     def add(self, memory: torch.Tensor, why: Why, ready: Event) -> Extent:
         """Take over memory (uint8, contiguous) whose last use so far is over when `ready` has passed."""
@@ -114,6 +116,13 @@ class Extents:
         self.free_bytes += extent.nbytes
         self._put(extent, 0, extent.nbytes, {why: (self._now(), ready)})
         return extent
+
+    def close(self, extent: Extent) -> None:
+        """Take nothing more out of an extent; what is taken is given back as ever."""
+        extent.closed = True
+        for free in extent.free:
+            self._unlist(free)
+            self.free_bytes -= free.nbytes
 
     def take(self, sizes: Iterable[int]) -> list[Range] | None:
         """A range for each of the sizes, or None, and nothing taken, when they do not all fit."""
@@ -147,7 +156,8 @@ class Extents:
         self._drop(extent, last)
         self.all.remove(extent)
         self.nbytes -= extent.nbytes
-        self.free_bytes -= extent.nbytes
+        if not extent.closed:
+            self.free_bytes -= extent.nbytes
         return [(why, event) for why, (_, event) in last.guards.items()]
 
     @staticmethod
@@ -171,7 +181,8 @@ class Extents:
 
     def _insert(self, extent: Extent, start: int, stop: int, guards: Guards) -> None:
         """Add a free range and merge it with its neighbours."""
-        self.free_bytes += stop - start
+        if not extent.closed:
+            self.free_bytes += stop - start
         for other in [free for free in extent.free if free.stop == start or free.start == stop]:
             self._drop(extent, other)
             start, stop, guards = min(other.start, start), max(other.stop, stop), later(other.guards, guards)
@@ -181,11 +192,19 @@ class Extents:
         self._serial += 1
         free = _Free(start, stop, guards, self._serial)
         extent.free.append(free)
-        insort(self._sorted, free.key)
-        self._free[self._serial] = extent, free
+        if not extent.closed:
+            self._list(extent, free)
 
     def _drop(self, extent: Extent, free: _Free) -> None:
         extent.free.remove(free)
+        if not extent.closed:
+            self._unlist(free)
+
+    def _list(self, extent: Extent, free: _Free) -> None:
+        insort(self._sorted, free.key)
+        self._free[free.key[-1]] = extent, free
+
+    def _unlist(self, free: _Free) -> None:
         del self._sorted[bisect_left(self._sorted, free.key)]
         del self._free[free.key[-1]]
 

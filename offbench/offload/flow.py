@@ -28,13 +28,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from offbench.offload.chunks import Chunk, least_arena
+from offbench.offload.chunks import ALIGNMENT, Chunk, least_arena
 from offbench.offload.engine import Engine, Work
-from offbench.offload.extents import Extent, Extents, Range, joined
-from offbench.offload.gradients import GradientMemory, by_memory, sole_memory
+from offbench.offload.extents import Extent, Extents, joined
+from offbench.offload.flow_step import FlowStep, Place
+from offbench.offload.gradients import by_memory, sole_memory
 from offbench.offload.headroom import Headroom
 from offbench.offload.staged import Staged, segments
 from offbench.offload.streams import Event, Why
@@ -49,50 +49,12 @@ BURST_AT_LEISURE = 3
 """Chunks queued where the device has work for a while and the host is about to wait for it."""
 
 
-class _Place(NamedTuple):
-    """Where a chunk is staged."""
-
-    ranges: list[Range]
-    state: Staged
-
-
-@dataclass
-class _Step:
-    """What one optimizer step still owes, and the memory it holds."""
-
-    waiting: deque[Work]
-    """Not updated yet."""
-    to_move: deque[Chunk]
-    """Not moving in yet."""
-    ready: Event
-    """Passed when compute has clipped the gradients."""
-    gradients: dict[int, list[GradientMemory]]
-    """By chunk that has not been updated yet."""
-    gradient_bytes: int
-    """Of all their memory."""
-    moved: dict[int, tuple[_Place, Event]] = field(default_factory=dict)
-    """Chunks moving in ahead of their update: where, and the event behind it."""
-    staged: deque[tuple[Chunk, _Place]] = field(default_factory=deque)
-    """Updated chunks that are not written back yet, oldest first."""
-    freed_bytes: int = 0
-    """Gradient memory that no update needs any more."""
-    grown_bytes: int = 0
-    """Gradient memory taken over."""
-    last_in: Event | None = None
-    arrived: list[Extent] = field(default_factory=list)
-    """Once everything is queued: extents in the order in which they are written back."""
-    backward: set[int] = field(default_factory=set)
-    """Chunks whose gradients come next or are there."""
-    backward_bytes: int = 0
-    """What those gradients take."""
-
-
 class FlowEngine(Engine):
     """One step can have work left, or memory to give back: the next step() first finishes it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._extents = Extents()
-        self._step: _Step | None = None
+        self._step: FlowStep | None = None
         self._headroom = Headroom()
         self._at_loss: int | None = None
         """Most staging memory when the forward ends; None: no limit."""
@@ -115,8 +77,8 @@ class FlowEngine(Engine):
         return grown if self._at_loss is None else min(grown, max(self._arena_bytes, self._at_loss))
 
     def step(self, works: Sequence[Work]) -> None:
-        """Queue one optimizer step: what fits into the arena starts to move in, the first `lead` chunks are updated,
-        the others from the forward's reads."""
+        """Queue one optimizer step: what fits into the arena starts to move in, the first `lead` chunks that move
+        are updated, and those that stay before them; the others from the forward's reads."""
         self._finish()
         if not works:
             return
@@ -124,21 +86,22 @@ class FlowEngine(Engine):
         if self.schedule.loss_bytes is None and (left := self._headroom.step(self._own_bytes())) is not None:
             self._at_loss = left
         self._fit_arena()
-        self._add_arena()
+        arena = self._add_arena()
         ready = self._streams.compute().record()
         moving = [work.chunk for work in works if work.chunk.index not in self._resident]
         gradients = by_memory(works)
         total = sum({id(memory): memory.nbytes for found in gradients.values() for memory in found}.values())
-        self._step = _Step(deque(works), deque(moving), ready, gradients, total)
+        self._step = FlowStep(deque(works), deque(moving), gradients, total, arena)
         self._streams.side("update").wait(ready, Why.GRADIENTS_READY)
         self._move_ahead(self._step)
-        self._queue(self.schedule.lead)
+        self._queue(self._lead(works))
 
     def look_ahead(self, at_leisure: bool = False) -> None:
         """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""
         most = BURST_AT_LEISURE if at_leisure else BURST
         self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
         self._return_state(BURST_BACK)
+        self._return_arena()
         while self._step is not None and self._step.arrived and self._is_crowded():
             self._give_back(self._step.arrived.pop(0))
 
@@ -166,18 +129,48 @@ class FlowEngine(Engine):
                 self._give_back(self._step.arrived.pop(0))
             self._step = None
 
+    @property
+    def _retires(self) -> bool:
+        """Whether what may be staged at the loss is limited, but so large that gradients can replace the arena."""
+        return self._at_loss is not None and self._at_loss >= 2 * self._arena_bytes
+
     def _fit_arena(self) -> None:
-        """The arena is held at the loss, too: no more of it than may be staged then, but for two neighbours."""
-        if self._at_loss is not None:
+        """An arena that is held at the loss: no more than may be staged then, but for two neighbours."""
+        if self._at_loss is not None and not self._retires:
             self._arena_bytes = min(self._arena_bytes, max(self._at_loss, self._least_bytes))
 
-    def _add_arena(self) -> None:
+    def _add_arena(self) -> list[Extent]:
+        found = []
         left = self._arena_bytes
         while left:
             nbytes = left if left < 2 * max(EXTENT_BYTES, self._largest) else max(EXTENT_BYTES, self._largest)
-            memory = self._streams.allocate(nbytes)
-            self._extents.add(memory, Why.ARENA_READY, self._streams.compute().record())
+            found.append(self._add_extent(nbytes))
             left -= nbytes
+        return found
+
+    def _add_extent(self, nbytes: int) -> Extent:
+        memory = self._streams.allocate(nbytes)
+        return self._extents.add(memory, Why.ARENA_READY, self._streams.compute().record())
+
+    def _retire_arena(self, step: FlowStep) -> None:
+        """Halfway through the updates, once gradients have left as much as the arena has: let state leave it, so that
+        activations find its memory. It is compute's own, as that of gradients, with FSDP2, is not."""
+        grown = max(self._arena_bytes, self._least_bytes)
+        if step.retired or not self._retires or 2 * step.freed_bytes < step.gradient_bytes or step.grown_bytes < grown:
+            return
+        step.retired = True
+        for extent in step.arena:
+            self._extents.close(extent)
+        staged, step.staged = step.staged, deque()
+        for chunk, place in staged:
+            self._keep_staged(step, chunk, place)
+
+    def _return_arena(self) -> None:
+        """Give back what of a retired arena is written back by now."""
+        step = self._step
+        if step is not None and not step.arrived:
+            for extent in [one for one in step.arena if one.closed and one.idle and self._extents.passed(one)]:
+                self._give_back(extent)
 
     def _waiting(self) -> Sequence[Work]:
         return self._step.waiting if self._step is not None else ()
@@ -207,21 +200,37 @@ class FlowEngine(Engine):
         if not step.staged:
             step.arrived = sorted(self._extents.all, key=lambda extent: extent.clear_at)
 
-    def _queue_chunk(self, step: _Step, work: Work) -> None:
+    def _queue_chunk(self, step: FlowStep, work: Work) -> None:
         if work.chunk.index in self._resident:
             self._finish_update(step, work, self._kept(work.chunk))
         else:
-            while work.chunk.index not in step.moved:  # no room yet: the oldest updated chunks are written back
-                self._write_back(*step.staged.popleft())
+            while work.chunk.index not in step.moved:
+                self._make_place(step, work.chunk)
                 self._move_ahead(step)
             place, loaded = step.moved.pop(work.chunk.index)
             self._streams.side("update").wait(loaded, Why.LOADED)
-            step.staged.append((work.chunk, place))
             self._finish_update(step, work, place.state)
+            self._keep_staged(step, work.chunk, place)
+        self._retire_arena(step)
         self._move_ahead(step)
         self.staging_peak = max(self.staging_peak, self._extents.nbytes)
 
-    def _move_ahead(self, step: _Step) -> None:
+    def _make_place(self, step: FlowStep, chunk: Chunk) -> None:
+        """There is no room for a chunk: write back the oldest updated one, or else take memory anew."""
+        if step.staged:
+            self._write_back(*step.staged.popleft())
+        else:
+            sizes = [nbytes for _, nbytes in self._segments[chunk.index]]
+            step.arena.append(self._add_extent(sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes)))
+
+    def _keep_staged(self, step: FlowStep, chunk: Chunk, place: Place) -> None:
+        """An updated chunk stays until memory asks for it, unless its own memory is to go back."""
+        if place.closed:
+            self._write_back(chunk, place)
+        else:
+            step.staged.append((chunk, place))
+
+    def _move_ahead(self, step: FlowStep) -> None:
         """Chunks move in, in order, as far as there is room."""
         moves_in = self._streams.side("in")
         while step.to_move:
@@ -232,11 +241,11 @@ class FlowEngine(Engine):
             step.to_move.popleft()
             for why, event in self._extents.guards(ranges):
                 moves_in.wait(event, why)
-            place = _Place(ranges, Staged(joined(self._segments[chunk.index], ranges)))
+            place = Place(ranges, Staged(joined(self._segments[chunk.index], ranges)))
             step.last_in = self._move_in(moves_in, chunk, place.state)
             step.moved[chunk.index] = (place, step.last_in)
 
-    def _write_back(self, chunk: Chunk, place: _Place) -> None:
+    def _write_back(self, chunk: Chunk, place: Place) -> None:
         moves_out = self._streams.side("out")
         moves_out.wait(self._updated[chunk.index], Why.UPDATED)
         event = self._move_out(moves_out, chunk, place.state)
@@ -244,12 +253,12 @@ class FlowEngine(Engine):
         for range_ in place.ranges:
             self._extents.give(range_, Why.SLOT_FREE, event)
 
-    def _finish_update(self, step: _Step, work: Work, staged: Staged) -> None:
+    def _finish_update(self, step: FlowStep, work: Work, staged: Staged) -> None:
         updated = self._update(self._streams.side("update"), work, staged)
         self._updated[work.chunk.index] = updated
         self._recycle(step, work, updated)
 
-    def _recycle(self, step: _Step, work: Work, updated: Event) -> None:
+    def _recycle(self, step: FlowStep, work: Work, updated: Event) -> None:
         """Gradient memory that nobody reads any more becomes staging memory, or returns to the allocator."""
         work.gradients = []
         for shared in step.gradients.pop(work.chunk.index):
@@ -265,7 +274,7 @@ class FlowEngine(Engine):
             step.grown_bytes += memory.numel()
             self._extents.add(memory, Why.GRADIENT_FREE, updated)
 
-    def _wanted(self, step: _Step, nbytes: int) -> bool:
+    def _wanted(self, step: FlowStep, nbytes: int) -> bool:
         """Whether so much more memory may hold state now, and some chunk still needs any.
 
         Activations grow with the forward, as what gradients leave behind does: of that, staging may have the share
@@ -275,7 +284,8 @@ class FlowEngine(Engine):
         """
         if not step.to_move or nbytes < self.schedule.chunk_bytes // 8:
             return False
-        most = None if self._at_loss is None else max(0, self._at_loss - self._arena_bytes)
+        held = 0 if self._retires else self._arena_bytes
+        most = None if self._at_loss is None else max(0, self._at_loss - held)
         if most is not None and (step.grown_bytes + nbytes) * step.gradient_bytes > most * step.freed_bytes:
             return False
         return not self._is_crowded()
@@ -293,10 +303,9 @@ class FlowEngine(Engine):
         own = self._own_bytes()
         return own is not None and own + self._extents.nbytes > self._headroom.peak + self._arena_bytes
 
-    def _make_room(self, step: _Step) -> None:
+    def _make_room(self, step: FlowStep) -> None:
         """Give back as much memory as the gradients that come next need, and whatever is written back already."""
-        held = self._arena_bytes + step.grown_bytes - step.backward_bytes
-        while step.arrived and (self._extents.nbytes > held or self._extents.passed(step.arrived[0])):
+        while step.arrived and (self._extents.nbytes > step.most_bytes or self._extents.passed(step.arrived[0])):
             self._give_back(step.arrived.pop(0))
 
     def _give_back(self, extent: Extent) -> None:
@@ -305,3 +314,5 @@ class FlowEngine(Engine):
             compute.wait(event, Why.WRITTEN_BACK)
         self.ledger.held(extent.nbytes, extent.begin, compute.record())
         self._streams.release([extent.memory], used_by=())
+        if self._step is not None and extent in self._step.arena:
+            self._step.arena.remove(extent)

@@ -53,7 +53,23 @@ def grows(policy: Policy, nbytes: float, gradients: float) -> float:
     than the even pace that gets to `loss_bytes` with the last update (`FlowEngine._wanted`)."""
     if policy.prefetch or policy.loss_bytes is None or not nbytes:
         return gradients
-    return min(gradients, max(0, policy.loss_bytes - (policy.staging_bytes or 0)) / nbytes)
+    held = 0 if arena_retires(policy) else policy.staging_bytes or 0
+    return min(gradients, max(0, policy.loss_bytes - held) / nbytes)
+
+
+def arena_retires(policy: Policy) -> bool:
+    """Whether what step() takes goes back before the forward ends, as `FlowEngine` decides it."""
+    return (
+        not policy.prefetch and policy.loss_bytes is not None and policy.loss_bytes >= 2 * (policy.staging_bytes or 0)
+    )
+
+
+def staging_room(policy: Policy, growth: float, freed: float, total: float) -> float:
+    """Bytes that may be staged once `freed` of `total` bytes of state are updated: the arena and what it has grown by;
+    without the arena from half of the updates on, if it has grown by as much."""
+    arena = policy.staging_bytes or 0
+    gone = arena_retires(policy) and 2 * freed >= total and growth * freed >= arena
+    return growth * freed if gone else arena + growth * freed
 
 
 def written_in_forward(policy: Policy, sizes: Sequence[int], growth: float, kept: int = 0) -> tuple[int, int]:
@@ -69,7 +85,8 @@ def written_in_forward(policy: Policy, sizes: Sequence[int], growth: float, kept
     moved = 0
     for size in sizes:
         # The chunk before this one may still be updating: its gradient is there.
-        most = max(most, moved + size - policy.staging_bytes - growth * (kept + max(0, moved - size)))
+        freed = kept + max(0, moved - size)
+        most = max(most, moved + size - staging_room(policy, growth, freed, kept + sum(sizes)))
         moved += size
     pressed, out = 0, 0
     while out < most and pressed < len(sizes):

@@ -14,7 +14,7 @@ from typing import Protocol
 from offbench.offload.chunks import Chunk, least_arena, plan_staging
 from offbench.offload.schedule import Schedule
 from offbench.planner.inputs import Layout
-from offbench.planner.policy import Policy, grows, written_in_forward
+from offbench.planner.policy import Policy, grows, staging_room, written_in_forward
 
 
 @dataclass
@@ -118,9 +118,10 @@ class Arena:
         self._total = sum(sizes)
         least = least_arena(sizes)
         self._staging = staging_bytes if policy.prefetch else min(self._total, max(staging_bytes, least))
-        policy = replace(policy, staging_bytes=self._staging)
+        self._policy = policy = replace(policy, staging_bytes=self._staging)
         self._growth = grows(policy, layout.nbytes, layout.gradients)
         self.forced = written_in_forward(policy, sizes, self._growth, layout.nbytes - self._total)
+        self._count = len(sizes)
         self._moves, self._states = Sums(sizes), Sums([chunk.nbytes for chunk in layout.chunks])
 
     def may_move_in(self, at: Progress) -> bool:
@@ -139,7 +140,7 @@ class Arena:
         if self._prefetch or at.backwards != at.begun:
             return staged
         # From step() on the memory is set aside; what is written back by then returns when the next backward begins.
-        return max(staged, min(self._total, self._staging + self._growth * self.freed(at)))
+        return max(staged, min(self._total, self._room(self.freed(at))))
 
     def freed(self, at: Progress) -> float:
         return self._states.since_step(at)
@@ -155,7 +156,10 @@ class Arena:
         before = self._moves.upto(at.loaded) - self._moves.upto(at.written)
         after = self._moves.upto(at.loaded + 1) - self._moves.upto(at.written)
         # A chunk larger than all staging moves alone.
-        return before == 0 or after <= self._staging + self._growth * freed
+        return before == 0 or after <= self._room(freed)
+
+    def _room(self, freed: float) -> float:
+        return staging_room(self._policy, self._growth, freed, self._states.upto(self._count))
 
 
 class Sums:

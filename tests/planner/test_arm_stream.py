@@ -81,13 +81,14 @@ def test_arm_stream_grows_no_faster_than_gets_it_to_the_loss(kept: int) -> None:
     found = simulate(arm_stream(kept, 2, 8), PARTS, SEED, SEED_LINKS, spans=spans)
     resident = found.state_at_backward_end_bytes
     assert found.state_at_loss_bytes == pytest.approx(resident + 8 * GIB)
-    # Six GiB over all updates, those of resident state included: at most an even share of what has run.
+    # Eight GiB over all updates, those of resident state included: at most an even share of what has run; the arena's
+    # two go back on the way.
     update_s, updated_s = SEED.update, 0.0
     for span in spans:
         if span.compute == "backward":
             break
         share = updated_s / update_s
-        assert span.held <= (resident + 2 * GIB + 6 * GIB * share) * ROUNDING
+        assert span.held <= (resident + 2 * GIB + 8 * GIB * share) * ROUNDING
         updated_s += (span.end - span.start) * (span.compute == "update")
 
 
