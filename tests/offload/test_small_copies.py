@@ -92,7 +92,8 @@ def evaluated_between(rank: int, wanted: bool) -> list[torch.Tensor]:
 
 
 def both_evaluated_between(rank: int) -> bool:
-    return all(map(torch.equal, evaluated_between(rank, False), evaluated_between(rank, True), strict=True))
+    pairs = zip(evaluated_between(rank, False), evaluated_between(rank, True), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_an_evaluation_in_inference_mode_may_come_between() -> None:
