@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,3 +101,24 @@ def both_evaluated_between(rank: int) -> bool:
 
 def test_an_evaluation_in_inference_mode_may_come_between() -> None:
     assert on_ranks(2, both_evaluated_between) == [True, True]
+
+
+def test_rows_that_are_kept_keep_no_tensor_alive() -> None:
+    kept = torch.zeros(12)
+    gathered = torch.arange(12.0).view(2, 6)
+    with kernel_copies():
+        for _ in range(2):
+            torch.ops.fsdp.split_with_sizes_copy(gathered, [6], dim=1, out=[kept.view(2, 6)])
+    assert torch.equal(kept, gathered.view(-1))
+    kept.untyped_storage().resize_(0)  # as FSDP2 frees what it gathered
+    kept.untyped_storage().resize_(48)
+    with kernel_copies():
+        torch.ops.fsdp.split_with_sizes_copy(gathered + 1, [6], dim=1, out=[kept.view(2, 6)])
+    assert torch.equal(kept, (gathered + 1).view(-1)), "the rows are those of the memory it has now"
+    gone = weakref.ref(kept)
+    gc.disable()
+    try:
+        del kept
+        assert gone() is None
+    finally:
+        gc.enable()
