@@ -2,7 +2,8 @@
 
 Each update ends the life of its gradient, 4 bytes a parameter, just when the next moments, 8 bytes a parameter, need
 room. So staging starts as a small arena at step() and grows into gradient memory while the forward updates layer by
-layer; parameters, gradients and staging together stay constant. Move-in then never waits for write-back while that
+layer; parameters, gradients and staging together stay constant. Half-way through, gradients have replaced the arena,
+whose memory activations need by then (`allowance`). Move-in then never waits for write-back while that
 memory lasts, has the link to itself, and everything else is written back after the last move-in: at the end of the
 forward and in the backward, whose gradients take their memory back layer by layer.
 
@@ -27,17 +28,21 @@ No wait is made on the host, and none depends on how far the device has come.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from offbench.offload.chunks import ALIGNMENT, Chunk, least_arena
+import torch
+
+from offbench.offload.allowance import Allowance
+from offbench.offload.chunks import ALIGNMENT, Chunk
+from offbench.offload.copies import Copier
 from offbench.offload.engine import Engine, Work
 from offbench.offload.extents import Extent, Extents, joined
 from offbench.offload.flow_step import FlowStep, Place
 from offbench.offload.gradients import by_memory, sole_memory
-from offbench.offload.headroom import Headroom
+from offbench.offload.hoststore import HostStore
+from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged, segments
-from offbench.offload.streams import Event, Why
+from offbench.offload.streams import Event, Streams, Why
 
 EXTENT_BYTES = 512 << 20
 """The arena is made of pieces of this size, so that it returns to the allocator bit by bit."""
@@ -52,29 +57,34 @@ BURST_AT_LEISURE = 3
 class FlowEngine(Engine):
     """One step can have work left, or memory to give back: the next step() first finishes it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        store: HostStore,
+        schedule: Schedule,
+        streams: Streams,
+        copier: Copier,
+        resident: Mapping[int, torch.Tensor] | None = None,
+        debug: bool = False,
+    ) -> None:
         self._extents = Extents()
+        self._allowance = Allowance(streams, self._extents)
         self._step: FlowStep | None = None
-        self._headroom = Headroom()
-        self._at_loss: int | None = None
-        """Most staging memory when the forward ends; None: no limit."""
-        super().__init__(*args, **kwargs)
+        super().__init__(chunks, store, schedule, streams, copier, resident, debug)
 
     def _plan(self) -> None:
         moving = [c for c in self.chunks if c.index not in self._resident and c.nbytes]
         self._segments = {c.index: segments(c, max(1, self.schedule.chunk_bytes // 8)) for c in moving}
         self._largest = max((c.nbytes for c in moving), default=0)
-        self._least_bytes = least_arena(c.nbytes for c in moving)
-        staging = max(self.schedule.staging_bytes or 0, self._least_bytes)
-        self._arena_bytes = min(staging, sum(c.nbytes for c in moving))
-        self._at_loss = self.schedule.loss_bytes
-        self._kept_bytes = sum(state.numel() for state in self._resident.values())
+        kept = sum(state.numel() for state in self._resident.values())
+        self._allowance.plan(self.schedule, [c.nbytes for c in moving], kept)
 
     @property
     def staging_bytes(self) -> int:
         """The arena and as much of the gradients' memory as may be taken over."""
-        grown = self._arena_bytes + sum(chunk.nbytes for chunk in self.chunks) // 2
-        return grown if self._at_loss is None else min(grown, max(self._arena_bytes, self._at_loss))
+        arena, at_loss = self._allowance.arena_bytes, self._allowance.at_loss
+        grown = arena + sum(chunk.nbytes for chunk in self.chunks) // 2
+        return grown if at_loss is None else min(grown, max(arena, at_loss))
 
     def step(self, works: Sequence[Work]) -> None:
         """Queue one optimizer step: what fits into the arena starts to move in, the first `lead` chunks that move
@@ -83,9 +93,7 @@ class FlowEngine(Engine):
         if not works:
             return
         self._count_step()
-        if self.schedule.loss_bytes is None and (left := self._headroom.step(self._own_bytes())) is not None:
-            self._at_loss = left
-        self._fit_arena()
+        self._allowance.step()
         arena = self._add_arena()
         ready = self._streams.compute().record()
         moving = [work.chunk for work in works if work.chunk.index not in self._resident]
@@ -102,14 +110,13 @@ class FlowEngine(Engine):
         self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
         self._return_state(BURST_BACK)
         self._return_arena()
-        while self._step is not None and self._step.arrived and self._is_crowded():
+        while self._step is not None and self._step.arrived and self._allowance.is_crowded():
             self._give_back(self._step.arrived.pop(0))
 
     def before_backward(self, chunks: Sequence[int]) -> None:
         """Give back the memory that the gradients of these chunks need."""
         self._queue_all()
-        if self.schedule.loss_bytes is None:
-            self._headroom.backward(self._own_bytes())
+        self._allowance.backward()
         if self._step is not None:
             for chunk in set(chunks) - self._step.backward:
                 self._step.backward.add(chunk)
@@ -129,19 +136,9 @@ class FlowEngine(Engine):
                 self._give_back(self._step.arrived.pop(0))
             self._step = None
 
-    @property
-    def _retires(self) -> bool:
-        """Whether what may be staged at the loss is limited, but so large that gradients can replace the arena."""
-        return self._at_loss is not None and self._at_loss >= 2 * self._arena_bytes
-
-    def _fit_arena(self) -> None:
-        """An arena that is held at the loss: no more than may be staged then, but for two neighbours."""
-        if self._at_loss is not None and not self._retires:
-            self._arena_bytes = min(self._arena_bytes, max(self._at_loss, self._least_bytes))
-
     def _add_arena(self) -> list[Extent]:
         found = []
-        left = self._arena_bytes
+        left = self._allowance.arena_bytes
         while left:
             nbytes = left if left < 2 * max(EXTENT_BYTES, self._largest) else max(EXTENT_BYTES, self._largest)
             found.append(self._add_extent(nbytes))
@@ -153,10 +150,8 @@ class FlowEngine(Engine):
         return self._extents.add(memory, Why.ARENA_READY, self._streams.compute().record())
 
     def _retire_arena(self, step: FlowStep) -> None:
-        """Halfway through the updates, once gradients have left as much as the arena has: let state leave it, so that
-        activations find its memory. It is compute's own, as that of gradients, with FSDP2, is not."""
-        grown = max(self._arena_bytes, self._least_bytes)
-        if step.retired or not self._retires or 2 * step.freed_bytes < step.gradient_bytes or step.grown_bytes < grown:
+        """Take nothing more out of the arena, once gradients can replace it, and write back what is updated in it."""
+        if step.retired or not self._allowance.retires_now(step):
             return
         step.retired = True
         for extent in step.arena:
@@ -275,33 +270,8 @@ class FlowEngine(Engine):
             self._extents.add(memory, Why.GRADIENT_FREE, updated)
 
     def _wanted(self, step: FlowStep, nbytes: int) -> bool:
-        """Whether so much more memory may hold state now, and some chunk still needs any.
-
-        Activations grow with the forward, as what gradients leave behind does: of that, staging may have the share
-        that takes it from the arena to the most it may hold at the loss. Taking all there is until then would raise a
-        peak in the middle of the forward. A batch longer than all before has more activations by then than staging was
-        measured for: what they take, gradients leave behind for them.
-        """
-        if not step.to_move or nbytes < self.schedule.chunk_bytes // 8:
-            return False
-        held = 0 if self._retires else self._arena_bytes
-        most = None if self._at_loss is None else max(0, self._at_loss - held)
-        if most is not None and (step.grown_bytes + nbytes) * step.gradient_bytes > most * step.freed_bytes:
-            return False
-        return not self._is_crowded()
-
-    def _own_bytes(self) -> int | None:
-        """What the workload itself has on the device; None where nobody counts."""
-        allocated = self._streams.allocated()
-        return None if allocated is None else allocated - self._extents.nbytes - self._kept_bytes
-
-    def _is_crowded(self) -> bool:
-        """Whether staging now adds more than its arena to the most that the workload ever took by itself, unless the
-        schedule says how much it may."""
-        if self.schedule.loss_bytes is not None or self._headroom.peak is None:
-            return False
-        own = self._own_bytes()
-        return own is not None and own + self._extents.nbytes > self._headroom.peak + self._arena_bytes
+        """Whether gradient memory of that size is to hold state, which some chunk must still need."""
+        return bool(step.to_move) and nbytes >= self.schedule.chunk_bytes // 8 and self._allowance.grows(step, nbytes)
 
     def _make_room(self, step: FlowStep) -> None:
         """Give back as much memory as the gradients that come next need, and whatever is written back already."""

@@ -50,7 +50,7 @@ def stream(
 
 def grows(policy: Policy, nbytes: float, gradients: float) -> float:
     """Bytes that staging grows by per byte of state updated, `nbytes` in all: its gradient's; without prefetch no more
-    than the even pace that gets to `loss_bytes` with the last update (`FlowEngine._wanted`)."""
+    than the even pace that gets to `loss_bytes` with the last update (`Allowance.grows`)."""
     if policy.prefetch or policy.loss_bytes is None or not nbytes:
         return gradients
     held = 0 if arena_retires(policy) else policy.staging_bytes or 0
@@ -58,7 +58,7 @@ def grows(policy: Policy, nbytes: float, gradients: float) -> float:
 
 
 def arena_retires(policy: Policy) -> bool:
-    """Whether what step() takes goes back before the forward ends, as `FlowEngine` decides it."""
+    """Whether what step() takes goes back before the forward ends, as `Allowance` decides it."""
     return (
         not policy.prefetch and policy.loss_bytes is not None and policy.loss_bytes >= 2 * (policy.staging_bytes or 0)
     )

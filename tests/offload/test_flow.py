@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialEvent, AdversarialStreams
+from offbench.offload.allowance import Allowance
 from offbench.offload.chunks import ALIGNMENT, Chunk, plan_chunks
 from offbench.offload.copies import Copier
 from offbench.offload.engine import Work
@@ -185,7 +186,7 @@ def held(rank: int, options: dict[str, int]) -> tuple[int, int, list[int], int]:
     sharded.train(model, optimizer, rank, CPU, steps=range(1, 2))
     optimizer.drain()
     assert engine._extents.nbytes == 0
-    return engine._arena_bytes, optimizer.staging_peak, seen, optimizer.bytes_per_step
+    return engine._allowance.arena_bytes, optimizer.staging_peak, seen, optimizer.bytes_per_step
 
 
 @pytest.mark.parametrize("loss_bytes", [None, 2 << 20])
@@ -248,7 +249,7 @@ class Counted(DeviceStreams):
             self._forward = 0.0
             self.arenas.append([])
             step(works)
-            self.limits.append(engine._at_loss)
+            self.limits.append(engine._allowance.at_loss)
             self._backward = 0.0
 
         def spy_wanted(step, nbytes):
@@ -298,7 +299,7 @@ def lengths(activations: Sequence[int], staging: int | None = None) -> tuple[Cou
 def test_staging_at_the_loss_is_what_gradients_take_beyond_activations(many: int, activations: int) -> None:
     streams, engine = lengths([activations] * 6)
     assert streams.limits == [max(0, many - activations)] * 6
-    arena, group = engine._arena_bytes, many // 12
+    arena, group = engine._allowance.arena_bytes, many // 12
     assert max(streams.held) <= PARAMETERS + max(many, activations) + arena + group
     if activations == 1000:
         assert engine.staging_peak > arena + 2 * group, "it grows"
@@ -309,16 +310,16 @@ def test_the_arena_is_no_more_than_may_be_staged_at_the_loss_but_for_two_chunks(
     many: int, activations: int, arena: int
 ) -> None:
     streams, engine = lengths([activations] * 6, staging=5000)
-    assert engine._arena_bytes == arena
+    assert engine._allowance.arena_bytes == arena
     assert max(streams.held) <= PARAMETERS + max(many, activations) + arena + many // 12
 
 
 def test_the_arena_is_compute_memory_and_goes_back_before_the_loss_needs_it(many: int) -> None:
     streams, engine = lengths([1000] * 6)
     arena = [chunks for chunks in streams.arenas if chunks]
-    assert engine._retires
+    assert engine._allowance.arena_retires
     for held, staged, limit in zip(arena[1:], streams.staged[1:], streams.limits[1:], strict=False):
-        assert held[0] == engine._arena_bytes
+        assert held[0] == engine._allowance.arena_bytes
         assert held[-1] == 0
         assert arena[-1].index(0) < len(held) - 2, "not at the very end"
         assert staged <= limit
@@ -330,7 +331,7 @@ def test_a_longer_batch_makes_staging_smaller_from_its_first_forward_on(many: in
     streams, engine = lengths([1000, 1000, longest, 1000, 3000, 1000])
     assert streams.limits[:2] == [many - 1000] * 2
     assert streams.limits[2:] == [max(0, many - longest)] * 4, "the next one may be as long"
-    arena, group = engine._arena_bytes, many // 12
+    arena, group = engine._allowance.arena_bytes, many // 12
     for step, held in enumerate(streams.held):
         most = PARAMETERS + max([many, *streams.activations[: step + 1]])
         assert held <= most + arena + group, f"step {step}"
@@ -342,9 +343,9 @@ def test_a_longer_batch_makes_staging_smaller_from_its_first_forward_on(many: in
 def test_without_a_look_at_the_allocator_the_first_longer_batch_would_raise_the_peak(
     many: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FlowEngine, "_is_crowded", lambda self: False)
+    monkeypatch.setattr(Allowance, "is_crowded", lambda self: False)
     streams, engine = lengths([1000, 1000, longest, 1000, 1000, 1000])
-    assert streams.held[2] > PARAMETERS + max(many, longest) + engine._arena_bytes + many // 12
+    assert streams.held[2] > PARAMETERS + max(many, longest) + engine._allowance.arena_bytes + many // 12
     assert streams.limits[3] == max(0, many - longest)
 
 
@@ -422,7 +423,7 @@ def test_a_chunk_that_fits_into_no_gradient_finds_room_once_the_arena_is_gone(
             return add(nbytes)
 
         engine._add_extent = spy
-        engine._least_bytes, engine._arena_bytes = 0, 1024  # so small that it goes
+        engine._allowance.least_bytes, engine._allowance.arena_bytes = 0, 1024  # so small that it goes
 
     streams = AdversarialStreams({"in": "lazy", "update": "lazy", "out": "lazy", "compute": "lazy"})
     schedule = dataclasses.replace(stream(loss_bytes=20000), chunk_bytes=1, lead=3, ahead=2)
@@ -443,8 +444,8 @@ def growth(rank: int, most: int) -> list[tuple[int, float, int]]:
     optimizer = sharded.optimizer_of("stream", model, DeviceStreams(CPU), staging_bytes=2 << 20)
     sharded.train(model, optimizer, rank, CPU, steps=range(1))
     engine, seen = optimizer._engine, []
-    engine._at_loss = engine._arena_bytes + most
-    assert not engine._retires
+    engine._allowance.at_loss = engine._allowance.arena_bytes + most
+    assert not engine._allowance.arena_retires
     recycle = engine._recycle
 
     def spy(step, work, updated):
@@ -592,7 +593,7 @@ def updates_in(chunks: tuple[Chunk, ...], left_out: set[int]) -> tuple[int, int,
         ]
         engine.step(works)
     engine.drain()
-    return engine._arena_bytes, engine.staging_peak, done
+    return engine._allowance.arena_bytes, engine.staging_peak, done
 
 
 @given(left_out=st.sets(st.integers(0, len(UNEVEN) - 1)))

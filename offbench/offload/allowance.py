@@ -1,0 +1,92 @@
+"""How much memory arm stream may stage in: at step(), while the forward goes on, and at the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offbench.offload.chunks import least_arena
+from offbench.offload.extents import Extents
+from offbench.offload.flow_step import FlowStep
+from offbench.offload.headroom import Headroom
+from offbench.offload.schedule import Schedule
+from offbench.offload.streams import Streams
+
+
+class Allowance:
+    """Sizes of the arena and of what gradients may add to it. All are bytes.
+
+    By the schedule, where it says how much may be staged at the loss; else by what the allocator hands out. On devices
+    where nobody counts that, there is no limit.
+    """
+
+    def __init__(self, streams: Streams, extents: Extents) -> None:
+        self._streams = streams
+        self._extents = extents
+        self._headroom = Headroom()
+        self._kept_bytes = 0
+        self._asked: int | None = None
+        """At the loss, as the schedule has it."""
+        self.at_loss: int | None = None
+        """Most staging memory when the forward ends; None: no limit."""
+        self.arena_bytes = 0
+        """What step() takes."""
+        self.least_bytes = 0
+        """An arena must hold so much for every chunk to find a place."""
+
+    def plan(self, schedule: Schedule, moving: Sequence[int], kept_bytes: int) -> None:
+        """Another schedule, or other chunks: those that move have so many bytes, what stays has `kept_bytes`."""
+        self.least_bytes = least_arena(moving)
+        self.arena_bytes = min(max(schedule.staging_bytes or 0, self.least_bytes), sum(moving))
+        self.at_loss = self._asked = schedule.loss_bytes
+        self._kept_bytes = kept_bytes
+
+    @property
+    def arena_retires(self) -> bool:
+        """Whether what may be staged at the loss is limited, but so large that gradients can replace the arena."""
+        return self.at_loss is not None and self.at_loss >= 2 * self.arena_bytes
+
+    def step(self) -> None:
+        """step() is about to take its arena. One that is held at the loss is no larger than what may be staged then,
+        but for two neighbours."""
+        if self._asked is None and (left := self._headroom.step(self._own_bytes())) is not None:
+            self.at_loss = left
+        if self.at_loss is not None and not self.arena_retires:
+            self.arena_bytes = min(self.arena_bytes, max(self.at_loss, self.least_bytes))
+
+    def backward(self) -> None:
+        """A module's backward is about to begin."""
+        if self._asked is None:
+            self._headroom.backward(self._own_bytes())
+
+    def retires_now(self, step: FlowStep) -> bool:
+        """Whether gradients have left as much as the arena has: state leaves it half-way through the updates, so that
+        activations find its memory. It is compute's own, as that of gradients, with FSDP2, is not."""
+        half = 2 * step.freed_bytes >= step.gradient_bytes
+        return self.arena_retires and half and step.grown_bytes >= max(self.arena_bytes, self.least_bytes)
+
+    def grows(self, step: FlowStep, nbytes: int) -> bool:
+        """Whether so much more memory may hold state now.
+
+        Activations grow with the forward, as what gradients leave behind does: of that, staging may have the share
+        that takes it to the most it may hold at the loss. Taking all there is until then would raise a peak in the
+        middle of the forward. A batch longer than all before has more activations by then than staging was measured
+        for: what they take, gradients leave behind for them.
+        """
+        if self.at_loss is not None:
+            most = max(0, self.at_loss - (0 if self.arena_retires else self.arena_bytes))
+            if (step.grown_bytes + nbytes) * step.gradient_bytes > most * step.freed_bytes:
+                return False
+        return not self.is_crowded()
+
+    def is_crowded(self) -> bool:
+        """Whether staging now adds more than its arena to the most that the workload ever took by itself, unless the
+        schedule says how much it may."""
+        if self._asked is not None or self._headroom.peak is None:
+            return False
+        own = self._own_bytes()
+        return own is not None and own + self._extents.nbytes > self._headroom.peak + self.arena_bytes
+
+    def _own_bytes(self) -> int | None:
+        """What the workload itself has on the device; None where nobody counts."""
+        allocated = self._streams.allocated()
+        return None if allocated is None else allocated - self._extents.nbytes - self._kept_bytes
