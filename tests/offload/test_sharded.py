@@ -33,6 +33,7 @@ ARMS = {
     "stream resident": {"lead": 2, "ahead": 1, "staging_bytes": 2 << 20, "state_budget": 2 << 20, "pieces": 4},
     "stream no growth": {"lead": 8, "ahead": 4, "staging_bytes": 2 << 20, "loss_bytes": 2 << 20},
     "stream wide": {"lead": 99, "staging_bytes": 8 << 20},
+    "stream retiring": {"lead": 2, "ahead": 1, "staging_bytes": 0, "loss_bytes": 6 << 20},
     "zerocopy": {"lead": 2, "ahead": 1},
     "zerocopy resident": {"lead": 1, "ahead": 0, "state_budget": 2 << 20},
     "overlap whole": {"slots": 3, "lead": 1, "ahead": 0, "first_step": "whole"},
