@@ -2,7 +2,8 @@
 
 An update needs all gradients, and a layer's next forward its updated parameters. So with f seconds of clip and
 forward, S bytes of state, B of them resident, and r bytes/s host to device, at least max(0, (S - B) / r - f) are
-exposed (docs/hiding-copies.md): nothing from B = S - r f on. Chunks stay whole, so one more is kept.
+exposed (docs/hiding-copies.md): nothing from B = S - r f on. r is less while state leaves at the same time: so does
+whatever may not stay on the device until the backward. Chunks stay whole, so one more is kept.
 
 Measured in the warm-up, since only the job itself knows: f in its second step, which starts drained, so that no copy
 is part of it (nor is AdamW, which runs inside the forward where updates are deferred: B comes out larger by that); its
@@ -47,19 +48,24 @@ class Times:
     """From there to the end of the last backward: with `stream` it leaves meanwhile."""
 
 
-def wanted(schedule: Schedule, nbytes: int, chunk_bytes: int, link: Link, times: Times) -> int:
+def wanted(
+    schedule: Schedule, nbytes: int, chunk_bytes: int, link: Link, times: Times, staged: int | None = None
+) -> int:
     """Bytes of state to keep so that, by the bound, no copy of the rest is exposed; at most all `nbytes`.
 
-    chunk_bytes: the largest chunk. `stream` has the link to itself one way at a time; other deferred schedules copy
-    both ways at once while state arrives; synchronous ones hide nothing, so all of it is wanted.
+    chunk_bytes: the largest chunk. staged: what may be staged when the forward ends; None: all. With `stream` so much
+    has the link to itself on its way in, if it can leave in the backward; the rest comes in while as much leaves, as
+    all of it does with other deferred schedules. Synchronous ones hide nothing, so all state is wanted.
     """
     into, out, both = link.in_bytes_per_s or 0.0, link.out_bytes_per_s or 0.0, link.both_bytes_per_s or 0.0
-    if not schedule.deferred:
+    together = min(into, out, both / 2)
+    if not schedule.deferred or not into:
         hidden = 0.0
     elif schedule.write_back == "backward":
-        hidden = min(into * times.arrive, out * times.leave)
+        alone = min(into * times.arrive, out * times.leave, nbytes if staged is None else staged)
+        hidden = alone + together * (times.arrive - alone / into)
     else:
-        hidden = min(into, out, both / 2) * times.arrive
+        hidden = together * times.arrive
     return min(nbytes, max(0, nbytes - int(hidden)) + chunk_bytes)
 
 
@@ -116,7 +122,8 @@ class AutoBudget:
         limit, peak = self.device.limit(), self.device.peak_reserved()
         assert limit is not None
         assert peak is not None
-        want = wanted(self.optimizer.schedule, sum(sizes), max(sizes), self.link, self._times())
+        staged = self.optimizer.staging_bytes
+        want = wanted(self.optimizer.schedule, sum(sizes), max(sizes), self.link, self._times(), staged)
         told = [text.split() for text in self.tell(f"{want} {spare(limit, peak)}")]
         want, room = max(int(want) for want, _ in told), min(int(room) for _, room in told)
         self.chosen = min(want, room)

@@ -48,7 +48,11 @@ def test_other_schedules_hide_less() -> None:
     kept = {arm: wanted(schedule(arm), STATE, 0, link, times) for arm in ("main", "chunked", "overlap", "zerocopy")}
     assert kept["main"] == kept["chunked"] == STATE
     assert kept["overlap"] == kept["zerocopy"] == STATE - int(7.5 * GIB)
-    assert wanted(schedule("stream"), STATE, 0, link, Times(0.5, 0.25)) == STATE - 5 * GIB, "it must get out, too"
+    both_ways = int(3.75 * GIB)
+    assert wanted(schedule("stream"), STATE, 0, link, Times(0.5, 0.25)) == STATE - 5 * GIB - both_ways, "out, too"
+    assert wanted(schedule("stream"), STATE, 0, link, times, 5 * GIB) == STATE - 5 * GIB - both_ways, "memory"
+    assert wanted(schedule("stream"), STATE, 0, link, times, 11 * GIB) == STATE - 10 * GIB
+    assert wanted(schedule("stream"), STATE, 0, link, times, 0) == wanted(schedule("overlap"), STATE, 0, link, times)
     assert wanted(schedule("chunked"), STATE, GIB, link, times) == STATE
     assert wanted(schedule("stream"), STATE, 0, Link(), times) == STATE, "no rates: nothing is known to hide"
 
@@ -105,6 +109,7 @@ class Optimizer:
     said: list[str]
     schedule: Schedule
     chunks: Any = CHUNKS
+    staging_bytes: int = 1 << 40
 
     def drain(self) -> None:
         self.said.append("drain")

@@ -260,6 +260,11 @@ class OffloadedAdamW(torch.optim.AdamW):
         return sum(chunk.nbytes for chunk in self.chunks if chunk.index not in self._resident)
 
     @property
+    def staging_bytes(self) -> int:
+        """Most staging memory that a steady step holds on the device, as far as that is known by now; bytes."""
+        return 0 if self._engine is None else self._engine.staging_bytes
+
+    @property
     def staging_peak(self) -> int:
         """Largest staging memory held on the device so far, bytes."""
         return 0 if self._engine is None else self._engine.staging_peak
