@@ -1,4 +1,4 @@
-"""The notes say what the records say: predicted, measured and unexplained of arm stream's first rows."""
+"""The notes say what the records say: predicted, measured and unexplained of every arm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from offbench.compare import compare
 from offbench.planner.ideal import policy_ideal
 from offbench.record import RunRecord
 from offbench.results_file import read_records
@@ -121,6 +122,57 @@ def test_rows_of_overlap_as_less_stands_in_its_way() -> None:
         policy = ideal - base.step_s
         found = [took, base.step_s, x_none, bound, policy, exposed, exposed - policy]
         assert all(map(same, line, found)), (line, found)
+
+
+INSIDE = [(arm, link) for link in (False, True) for arm in ("main", "chunked")]
+
+
+def inside_step(arm: str, emulated: bool) -> list[float]:
+    """Floor, copies, rate, step(), exposed, x none, least x none, forward and backward beyond those of none."""
+    record, base = one(ALL, arm, emulated), one(ALL, "none", emulated, **(STOCK if emulated else KERNEL))
+    (*passes, _, step), (*bare, _, adamw) = phases(record), phases(base)
+    floor = record.floor.serial_seconds if arm == "main" else record.floor.seconds
+    copies, took, none = record.moved.copy_busy_s, record.step_s, base.step_s
+    assert floor
+    assert copies
+    assert took
+    assert none
+    nbytes = (record.moved.in_bytes_per_step or 0) + (record.moved.out_bytes_per_step or 0)
+    least = (none + floor - (adamw if arm == "chunked" else 0)) / none
+    return [floor, copies, nbytes / copies / GIB, step, took - none, took / none, least, sum(passes) - sum(bare)]
+
+
+def test_main_and_chunked_are_as_slow_as_the_link() -> None:
+    prose = " ".join(NOTES.split())
+    for line, row in zip(table("arm, link"), INSIDE, strict=True):
+        assert all(map(same, line, inside_step(*row))), (line, row)
+    left: dict[str, list[float]] = {"main": [], "chunked": []}
+    for arm, emulated in INSIDE:
+        floor, copies, _, step, *_ = inside_step(arm, emulated)
+        assert copies / floor == pytest.approx(1.025 if (arm, emulated) == ("chunked", True) else 1.004, abs=0.005)
+        adamw = one(ALL, "none", emulated).phases_s.step if arm == "main" else 0.0
+        left[arm].append(step - copies - (adamw or 0.0))
+        assert arm == "main" or step <= 1.03 * copies
+    words = "in chunked but for {:.3f} and {:.3f} s, in main but for AdamW and {:.3f} and {:.3f} s."
+    assert words.format(*left["chunked"], *left["main"]) in prose
+    both = [sum(phases(record)[:2]) for record in ALL if record.spec.arm.name == "none"]
+    assert f"{len(both)} `none`".replace("4", "four") + f" of that file differ by as much: {min(both):.3f} to" in prose
+    assert f"{max(both):.3f} s. (Of" in prose
+    *_, late, worst = sorted(step.step_s or 0 for step in one(ALL, "chunked", True).steps)
+    assert f"took {worst:.3f} s, the others 3.224 to {late:.3f}" in prose
+
+
+def test_what_main_and_chunked_took_on_other_machines() -> None:
+    prose, first = " ".join(NOTES.split()), compare(of("rehearsal-native"))[0].rows
+    main, none = (next(row for row in first if row.arm == arm) for arm in ("main", "none"))
+    chunked, base = one(THIRD, "chunked"), one(THIRD, "none")
+    assert none.step_s
+    copies = one(of("rehearsal-native"), "main").moved.copy_busy_s
+    assert f"took {main.x_none:.2f} x a `none` of {none.step_s.median:.3f} s, with copies of {copies:.3f} s" in prose
+    ratio = (chunked.step_s or 0) / (base.step_s or 1)
+    assert f"{ratio:.2f} x one of {base.step_s:.3f} s, with copies of {chunked.moved.copy_busy_s:.3f} s" in prose
+    probed = [(record.link.both_bytes_per_s or 0) / GIB for record in (chunked, one(ALL, "chunked"))]
+    assert "probed at {:.1f} GiB/s both ways instead of {:.1f} (".format(*probed) in prose
 
 
 def test_what_the_traces_say_of_overlap() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import combinations, product
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from offbench.compare import Row, compare
 from offbench.record import RunRecord
 from offbench.units import GIB
-from tests.test_hiding_copies import KERNEL, STOCK, of, one, same
+from tests.test_hiding_copies import KERNEL, STOCK, inside_step, of, one, same
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 PROSE = " ".join(README.split())
@@ -119,24 +122,34 @@ def test_what_the_traces_say() -> None:
         if record.spec.arm.fsdp_copies == "kernel":
             assert record.small_copies
             assert (record.small_copies.longest_wait_s or 1) < 8e-4
-    chunked, bare = one(RECORDS, "chunked"), one(RECORDS, "none", **KERNEL)
-    inside = [record.phases_s.step for record in (chunked, one(RECORDS, "chunked", True), bare)]
-    assert "takes {:.3f} s on the GPU, emulated {:.3f} s, and that of `none` {:.3f} s".format(*inside) in PROSE
-    assert f"{part(chunked, 'move_in_s'):.3f} s of a traced native step are waits" in PROSE
+    native, emulated = ([inside_step(arm, link) for arm in ("main", "chunked")] for link in (False, True))
+    two = "{:.3f} and {:.3f} s"
+    inside = [row[column] for found in (native, emulated) for column in (3, 1) for row in found]
+    words = f"takes {two} on the GPU, of which copies are {two}, emulated {two}, of which {two};"
+    assert words.format(*inside) in PROSE
+    assert f"that of `none` takes {one(RECORDS, 'none', **KERNEL).phases_s.step:.3f} s." in PROSE
+    least = [row[6] for found in (native, emulated) for row in found]
+    assert "cannot come below {:.2f} and {:.2f} x none, emulated {:.2f} and {:.2f} (".format(*least) in PROSE
+    chunked = one(RECORDS, "chunked")
+    assert f"{part(chunked, 'move_in_s'):.3f} s of a traced native step of chunked are waits" in PROSE
 
 
 def test_all_rows_train_the_same_on_one_machine() -> None:
-    first, *others = RECORDS
-    assert first.spec.arm.name == "none"
-
-    def apart(name: str, arms: list[RunRecord]) -> float:
-        pairs = ((getattr(a, name), getattr(b, name)) for r in arms for a, b in zip(r.steps, first.steps, strict=True))
-        return max(abs(a - b) for a, b in pairs)
+    def apart(name: str, pairs: Iterable[tuple[RunRecord, RunRecord]]) -> str:
+        """Root mean square of the difference of two launches in one step."""
+        squares = [
+            (getattr(a, name) - getattr(b, name)) ** 2 for x, y in pairs for a, b in zip(x.steps, y.steps, strict=True)
+        ]
+        return f"{fmean(squares) ** 0.5:.1e}".replace("e-0", "e-")
 
     both = [(record.link.native_both_bytes_per_s or 0) / GIB for record in RECORDS]
-    assert f"{min(both):.0f} to {max(both):.0f} GiB/s both ways" in PROSE
-    bare = [r for r in others if r.spec.arm.name == "none"]
-    moved = [r for r in others if r not in bare]
-    losses, norms = ([f"{apart(n, r):.1e}".replace("e-0", "e-") for r in (moved, bare)] for n in ("loss", "grad_norm"))
-    assert f"by at most {losses[0]} a step and its gradient norms (of about 2) by {norms[0]};" in PROSE
-    assert f"the other `none` launches differ by up to {losses[1]} and {norms[1]}." in PROSE
+    assert f"{min(both):.0f} to {max(both):.0f} GiB/s both ways; one memory node" in PROSE
+    assert {record.env["numa_nodes"] for record in RECORDS} == {1}
+    bare = [r for r in RECORDS if r.spec.arm.name == "none"]
+    moved = [r for r in RECORDS if r not in bare]
+    (loss, same_loss), (norm, same_norm) = (
+        (apart(name, product(moved, bare)), apart(name, combinations(bare, 2))) for name in ("loss", "grad_norm")
+    )
+    assert f"From the four `none` a row's losses (of 12.3) differ by {loss} a step (root mean square)" in PROSE
+    assert f"(of about 2) by {norm}, the four among each other by {same_loss} and {same_norm}." in PROSE
+    assert len(bare) == 4

@@ -7,9 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from offbench.arms import ARMS
+from offbench.offload.hoststore import HostStore
+from offbench.rank import make_optimizer
 from offbench.workload.parallel import build
 from offbench.workload.presets import find
-from offbench.workload.rehearsal import init_rehearsal
+from offbench.workload.rehearsal import RehearsalGroup, init_rehearsal
 from tests.workload import jobs
 
 
@@ -103,6 +106,43 @@ def test_a_rank_holds_its_true_share(rank, ep):
     assert sizes[11][0] == (1, shape.expert_width, shape.hidden)  # w2 of block 0: one expert of eight, either way
     assert all(parameter == gradient for parameter, gradient in sizes)
     assert sum(math.prod(size) for size, _ in sizes) == shape.local_params(8, ep, 2)
+
+
+def memory_and_collectives(rank):
+    """What happened first: host memory taken for state, or a collective."""
+    seen = []
+    for name in ("_allgather_base", "_reduce_scatter_base", "alltoall_base", "allreduce", "broadcast", "barrier"):
+        known = getattr(RehearsalGroup, name)
+
+        def spy(*call, known=known, **options):
+            seen.append("collective")
+            return known(*call, **options)
+
+        setattr(RehearsalGroup, name, spy)
+    take = HostStore._take
+
+    def taking(store, sizes):
+        if sum(sizes):
+            seen.append(sum(sizes))
+        return take(store, sizes)
+
+    HostStore._take = taking
+    spec = jobs.spec(8, kind="rehearsal", ep=8, layers=2)
+    arm = ARMS["chunked"].resolve(chunk_bytes=1 << 18)
+    job = build(spec.model_copy(update={"arm": arm}), rank, jobs.CPU)
+    optimizer = make_optimizer(job.spec, job, 1.0)
+    for step in range(2):
+        jobs.backward(job, step)
+        job.clip()
+        optimizer.step()
+    return seen, optimizer.bytes_per_step  # each way
+
+
+def test_all_host_memory_for_state_is_taken_once_before_the_first_collective():
+    """Pinning takes one rank longer than another, and a collective would wait for it, maybe until a timeout."""
+    (first, *others), moved = jobs.rehearsed(0, 8, memory_and_collectives)
+    assert first == moved > 0
+    assert set(others) == {"collective"}
 
 
 def test_a_rank_outside_the_world_is_refused():
