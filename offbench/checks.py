@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from offbench import arms
 from offbench.config import GIB, RunSpec
 from offbench.window import first_non_finite, window_valid
+from offbench.window_slope import disagreement
 
 if TYPE_CHECKING:
     from offbench.rank_report import RankReport
@@ -27,6 +28,7 @@ def check_launch(spec: RunSpec, reports: Sequence[RankReport]) -> dict[str, str]
         "readbacks": _readbacks(spec, reports) or "ok",
         "activations": _activations(spec, reports) or "ok",
         "window": _window(spec, reports) or "ok",
+        **_slope(reports),
         "finite": first_non_finite([report.result for report in reports]) or "ok",
         "norms agree": _norms(spec, reports) or "ok",
     } | ({"replica": _replica(spec, reports) or "ok"} if spec.workload.broadcast_every else {})
@@ -129,6 +131,14 @@ def _window(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
         if found:
             return f"rank {report.rank}: {found}"
     return None
+
+
+def _slope(reports: Sequence[RankReport]) -> dict[str, str]:
+    """With --check-window: step_s does not depend on where the window ends."""
+    asked = [(r, r.window_slope_s) for r in reports if r.window_slope_s is not None]
+    found = [(r.rank, disagreement(r.result.window_s / len(r.result.step_s), seconds)) for r, seconds in asked]
+    wrong = next((f"rank {rank}: {text}" for rank, text in found if text is not None), None)
+    return {"window slope": wrong or "ok"} if asked else {}
 
 
 def _replica(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:

@@ -177,6 +177,14 @@ def run(
     profile: Annotated[
         Path | None, typer.Option(help="Profile a few more steps after the window; traces go into this folder.")
     ] = None,
+    check_window: Annotated[
+        bool,
+        typer.Option(
+            "--check-window",
+            help="Two drained windows more, of once and twice the steps: a launch whose step time is not their slope "
+            "is invalid.",
+        ),
+    ] = False,
 ) -> None:
     """Launch arms under torchrun, measure them, and append one record per launch."""
     from offbench.commands import RunFlags, run_command
@@ -223,7 +231,13 @@ def run(
         broadcast_every=broadcast_every,
     )
     flags = RunFlags(
-        launches=launches, results=results, resume=resume, dry_run=dry_run, timeout_s=timeout, profile=profile
+        launches=launches,
+        results=results,
+        resume=resume,
+        dry_run=dry_run,
+        timeout_s=timeout,
+        profile=profile,
+        check_window=check_window,
     )
     raise typer.Exit(run_command(options, flags, make_launcher()))
 

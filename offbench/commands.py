@@ -46,6 +46,7 @@ class RunFlags:
     timeout_s: float
     profile: Path | None = None
     """Folder for traces."""
+    check_window: bool = False
 
 
 def run_command(options: Options, flags: RunFlags, launcher: Launcher) -> int:
@@ -58,6 +59,7 @@ def run_command(options: Options, flags: RunFlags, launcher: Launcher) -> int:
     refuse_hopeless(resolved, hardware)
     path = flags.results or default_results()
     launcher.profile = None if flags.dry_run else flags.profile and writable_folder("--profile", flags.profile)
+    launcher.check_window = flags.check_window
     results = open_results(path, flags.dry_run)
     past = read_past(path)
     env = environment.capture(hardware.gpus[0].bus_id if resolved.specs[0].mode.device == "cuda" else None)

@@ -26,6 +26,7 @@ class FakeLauncher:
         self.outcomes = dict(outcomes or {})
         self.launched: list[RunSpec] = []
         self.profile: Path | None = None
+        self.check_window = False
 
     def command(self, spec: RunSpec, folder: Path) -> list[str]:
         return ["fake", spec.arm.name, str(folder)]

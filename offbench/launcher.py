@@ -51,6 +51,8 @@ class Launcher(Protocol):
 
     profile: Path | None
     """Folder for traces of a few steps after the window; None: no profiling."""
+    check_window: bool
+    """Whether two more windows check `step_s`."""
 
     def command(self, spec: RunSpec, folder: Path) -> list[str]:
         """The command line that `launch` runs."""
@@ -66,6 +68,7 @@ class TorchrunLauncher:
         self.worker = worker
         self.env = dict(os.environ if env is None else env)
         self.profile: Path | None = None
+        self.check_window = False
 
     def command(self, spec: RunSpec, folder: Path) -> list[str]:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -79,7 +82,7 @@ class TorchrunLauncher:
         with (folder / "torchrun.log").open("wb") as log:
             process = subprocess.Popen(
                 self.command(spec, folder),
-                env=launch_env(spec, folder, self.env, self.profile),
+                env=launch_env(spec, folder, self.env, self.profile, self.check_window),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -95,10 +98,13 @@ class TorchrunLauncher:
                 end_all(process, folder)
 
 
-def launch_env(spec: RunSpec, folder: Path, base: Mapping[str, str], profile: Path | None = None) -> dict[str, str]:
+def launch_env(
+    spec: RunSpec, folder: Path, base: Mapping[str, str], profile: Path | None = None, check_window: bool = False
+) -> dict[str, str]:
     """The launch's environment. OMP_NUM_THREADS is always set, because torchrun sets it for some rank counts only."""
     env = {**base, "OFFBENCH_SPEC": str(folder / "spec.json"), "OFFBENCH_OUT": str(folder)}
     env["OFFBENCH_PROFILE"] = str(profile.absolute()) if profile is not None else ""
+    env["OFFBENCH_CHECK_WINDOW"] = "1" if check_window else ""
     share = max(1, len(os.sched_getaffinity(0)) // spec.mode.nproc)
     env.setdefault("OMP_NUM_THREADS", str(min(8, share)))
     if spec.mode.device == "cuda":

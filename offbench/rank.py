@@ -29,6 +29,7 @@ from offbench.small_watch import SmallCopyWatch
 from offbench.trace.command import split_of
 from offbench.traffic import TrafficLog
 from offbench.window import WindowRecorder
+from offbench.window_slope import slope
 from offbench.workload.parallel import Job, build
 from offbench.workload.rehearsal import init_rehearsal
 
@@ -86,6 +87,7 @@ def _run(
     report = describe(spec, job, optimizer, recorder, log, replica, copy_repeat)
     report.kernel_copies = copies.copies_in if copies is not None else 0
     report.small_copies = watch_small_copies(job, optimizer, spec, device)
+    report.window_slope_s = check_window(job, optimizer, spec, device)
     report.trace, report.split = trace(job, optimizer, spec, device, out)
     report.pages = where.close(pinned_ranges(job, optimizer))
     report.host.numa = report.pages.numa
@@ -220,6 +222,22 @@ def watch_small_copies(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, devic
         train_step(job, optimizer, scheduler, recorder, None, number + 1)
     optimizer.drain()
     return watch.figures()
+
+
+def check_window(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device) -> float | None:
+    """With --check-window, seconds a step by two drained windows more, when all other figures are taken."""
+    if not os.environ.get("OFFBENCH_CHECK_WINDOW"):
+        return None
+    recorder = WindowRecorder(device, 1, 3 * spec.window.steps, spec.arm.readbacks)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    number = itertools.count(spec.window.warmup + spec.window.steps)
+
+    def steps(count: int) -> None:
+        meet(f"check window {count}", spec.mode.nproc)
+        for _ in range(count):
+            train_step(job, optimizer, scheduler, recorder, None, next(number))
+
+    return slope(device, spec.window.steps, steps, optimizer.drain)
 
 
 def trace(

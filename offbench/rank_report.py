@@ -73,6 +73,8 @@ class RankReport:
     broadcast: Broadcast | None = None
     stale: list[str] = field(default_factory=list)
     """Parameters whose replica is not the trainer's; on rank 0."""
+    window_slope_s: float | None = None
+    """Seconds a step by two drained windows, with --check-window."""
     trace: str | None = None
     """Name of this rank's trace file."""
     split: Split | None = None
@@ -244,6 +246,7 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "local_params": max(r.local_params for r in reports),
         "chunks": first.chunks,
         "expert_tokens_max_over_mean": largest([r.expert_load for r in reports]),
+        "window_slope_s": largest([r.window_slope_s for r in reports]),
         "checks": checks,
         "traces": [r.trace for r in reports if r.trace is not None],
         "split": first.split,

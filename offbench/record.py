@@ -141,6 +141,8 @@ class RunRecord(Row):
     """Parameters this rank updates (largest over ranks)."""
     chunks: int | None = None
     expert_tokens_max_over_mean: float | None = None
+    window_slope_s: float | None = None
+    """Seconds a step by two drained windows of different length; null without --check-window."""
     checks: dict[str, str] = Field(default_factory=dict)
     """Self-checks of the launch: name -> `ok` or what was seen."""
     traces: list[str] = Field(default_factory=list)

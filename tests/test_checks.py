@@ -42,6 +42,15 @@ def result(*norms: float, loss: float = 2.0) -> RankResult:
     return RankResult(1, [1.0] * 3, 3.0, 3.0, 0.0, 1.0, {}, None, scalars, Peak())
 
 
+def test_two_drained_windows_must_agree_with_the_step() -> None:
+    """Each rank's window has three steps of a second."""
+    good = check_launch(spec(), [report(0, window_slope_s=1.004), report(1, window_slope_s=0.996)])
+    assert list(good) == [*NAMES[:8], "window slope", *NAMES[8:]]
+    assert set(good.values()) == {"ok"}
+    found = check_launch(spec(), [report(0, window_slope_s=1.0), report(1, window_slope_s=1.02)])
+    assert found["window slope"] == ("rank 1: a step took 1.0000 s in the window, 1.0200 s by two drained ones: +2.0%")
+
+
 def way(direction: Any = "in", moved: int = 3 * STATE, in_flight: int = 0) -> Traffic:
     """One direction's books over the window's three steps."""
     return Traffic(direction, STATE, STATE + moved, 0, in_flight, STATE)

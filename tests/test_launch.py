@@ -140,6 +140,16 @@ def test_a_rehearsal_on_the_cpu(tmp_path: Path) -> None:
         assert record["split"] is None, "no GPU, no compute stream"
 
 
+def test_two_more_windows_check_the_step(tmp_path: Path) -> None:
+    options = ["--arm", "chunked", "--mode", "rehearsal", "--world", "2", "--nproc", "1", "--layers", "1"]
+    done, (record,) = launch(tmp_path / "w.jsonl", *options, "--warmup", "1", "--steps", "2", "--check-window")
+    assert record["window_slope_s"] > 0
+    # A CPU's steps may well differ by more than 0.5 %: then the launch is invalid, for this reason alone.
+    wrong = [name for name, found in record["checks"].items() if found != "ok"]
+    assert (wrong, done.returncode) in (([], 0), (["window slope"], 1))
+    assert len(record["steps"]) == 2, "the two windows enter no other figure"
+
+
 def test_a_job_that_no_rank_could_build_is_refused_before_anything_starts(tmp_path: Path) -> None:
     """--activation-offload without checkpointing breaks one of the workload's own rules, asked before any launch."""
     done, found = launch(tmp_path / "c.jsonl", "--arm", "none", "--ac", "none", "--activation-offload", "--nproc", "2")

@@ -135,6 +135,8 @@ def test_the_environment_is_explicit(tmp_path: Path) -> None:
     assert cuda["PYTORCH_ALLOC_CONF"] == cuda["PYTORCH_CUDA_ALLOC_CONF"] == "backend:native"
     assert launch_env(RunSpec(), tmp_path, {})["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert cuda["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert (cuda["OFFBENCH_PROFILE"], cuda["OFFBENCH_CHECK_WINDOW"]) == ("", "")
+    assert launch_env(SPEC, tmp_path, {}, check_window=True)["OFFBENCH_CHECK_WINDOW"] == "1"
 
 
 def test_the_command_names_every_choice(tmp_path: Path) -> None:
