@@ -83,7 +83,7 @@ def test_staging_is_what_the_engine_takes(arm: str, cap: int) -> None:
     chunks = of_model(find("tiny"), 1, 1, 2, schedule.chunk_bytes).chunks
     store, cpu = HostStore([chunk.nbytes for chunk in chunks]), torch.device("cpu")
     engine = engine_of(schedule)(chunks, store, schedule, DeviceStreams(cpu), Copier())
-    taken = engine._arena_bytes if isinstance(engine, FlowEngine) else engine.staging_bytes
+    taken = engine._allowance.arena_bytes if isinstance(engine, FlowEngine) else engine.staging_bytes
     assert staging_bytes("tiny", 1, 1, 2, schedule) == taken > 0
     if cap == 1 << 12:
         assert taken >= max(chunk.nbytes for chunk in chunks) > cap
