@@ -136,12 +136,18 @@ class Runner:
         return record
 
     def _set_ideal(self, record: RunRecord) -> None:
-        """The record's policy ideal and its gap, by the compute times of the file's `none` rows from this machine."""
+        """The record's policy ideal and its gap, by the compute times of the file's `none` rows from this machine.
+
+        Both can be had later from the same records, so whatever fails here must not cost what was measured.
+        """
         if record.status != "ok" or record.step_s is None:
             return
         here = identity(record.env, record.spec)
-        past = [r for r in read_records([self.results.path]).records if identity(r.env, r.spec) == here]
-        record.policy_ideal_s = policy_ideal(record, baseline([*past, record], like=record))
+        try:
+            past = [r for r in read_records([self.results.path]).records if identity(r.env, r.spec) == here]
+            record.policy_ideal_s = policy_ideal(record, baseline([*past, record], like=record))
+        except Exception as error:
+            record.warnings.append(f"no policy ideal: {type(error).__name__}: {error}")
         if record.policy_ideal_s is not None:
             record.gap_s = record.step_s - record.policy_ideal_s
 

@@ -122,6 +122,17 @@ def test_a_record_holds_its_policy_ideal_by_the_none_rows_before_it(tmp_path: Pa
     assert late.gap_s == pytest.approx(2.5 - late.policy_ideal_s)
 
 
+def test_a_policy_ideal_that_fails_costs_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("nothing runs")
+
+    monkeypatch.setattr("offbench.runner.policy_ideal", broken)
+    run(tmp_path / "r.jsonl", {}, [spec()])
+    (record,) = read_records([tmp_path / "r.jsonl"]).records
+    assert (record.status, record.step_s, record.policy_ideal_s) == ("ok", 2.0, None)
+    assert record.warnings == ["no policy ideal: AssertionError: nothing runs"]
+
+
 def test_a_failing_arm_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
     outcomes: dict[str, Outcome | list[Outcome]] = {"none": fake.oom(), "main": fake.timed_out()}
     report, _, out = run(tmp_path / "r.jsonl", outcomes, ALL)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from offbench.offload.chunks import least_arena
 from offbench.offload.extents import Extents
 from offbench.offload.flow_step import FlowStep
-from offbench.offload.headroom import Headroom
+from offbench.offload.headroom import Headroom, arena_replaced, arena_retires
 from offbench.offload.schedule import Schedule
 from offbench.offload.streams import Streams
 
@@ -42,8 +42,8 @@ class Allowance:
 
     @property
     def arena_retires(self) -> bool:
-        """Whether what may be staged at the loss is limited, but so large that gradients can replace the arena."""
-        return self.at_loss is not None and self.at_loss >= 2 * self.arena_bytes
+        """Whether gradients can replace the arena before the loss."""
+        return arena_retires(self.at_loss, self.arena_bytes)
 
     def step(self) -> None:
         """step() is about to take its arena. One that is held at the loss is no larger than what may be staged then,
@@ -61,8 +61,8 @@ class Allowance:
     def retires_now(self, step: FlowStep) -> bool:
         """Whether gradients have left as much as the arena has: state leaves it half-way through the updates, so that
         activations find its memory. It is compute's own, as that of gradients, with FSDP2, is not."""
-        half = 2 * step.freed_bytes >= step.gradient_bytes
-        return self.arena_retires and half and step.grown_bytes >= max(self.arena_bytes, self.least_bytes)
+        arena = max(self.arena_bytes, self.least_bytes)
+        return self.arena_retires and arena_replaced(step.freed_bytes, step.gradient_bytes, step.grown_bytes, arena)
 
     def grows(self, step: FlowStep, nbytes: int) -> bool:
         """Whether so much more memory may hold state now.

@@ -79,13 +79,13 @@ class Range:
 
 
 def joined(segments: Iterable[tuple[int, int]], ranges: Iterable[Range]) -> list[tuple[int, torch.Tensor]]:
-    """(byte offset in the chunk, uint8 tensor) of a chunk's segments, (offset, bytes) each, in the ranges taken for
-    them. Neighbours in the chunk that are neighbours in one extent become one tensor: one copy then moves both."""
+    """(byte offset in the chunk, uint8 tensor) of a chunk's segments, (offset, bytes) each and without a gap, in the
+    ranges taken for them. Neighbours that are neighbours in one extent, too, become one tensor: one copy for both."""
     runs: list[tuple[int, int, Extent, int]] = []
     for (offset, nbytes), one in zip(segments, ranges, strict=True):
         if runs:
             begin, length, extent, at = runs[-1]
-            if extent is one.extent and at + length == one.start and begin + length == offset:
+            if extent is one.extent and at + length == one.start:
                 runs[-1] = begin, length + nbytes, extent, at
                 continue
         runs.append((offset, nbytes, one.extent, one.start))

@@ -10,6 +10,17 @@ leaves less of it, and the next one may be as long: the least difference of any 
 from __future__ import annotations
 
 
+def arena_retires(at_loss: int | None, arena: int) -> bool:
+    """Whether what may be staged at the loss is limited, but so large that gradients can replace an arena so large."""
+    return at_loss is not None and at_loss >= 2 * arena
+
+
+def arena_replaced(freed: float, total: float, grown: float, arena: int) -> bool:
+    """Whether they have: updates have freed half of all there is to free, and staging has grown by an arena. freed and
+    total are of one kind, gradients or state."""
+    return 2 * freed >= total and grown >= arena
+
+
 class Headroom:
     """Watches the workload's own memory from the first backward on."""
 

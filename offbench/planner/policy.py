@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from offbench.offload.headroom import arena_replaced, arena_retires
 from offbench.offload.schedule import Schedule
 
 
@@ -53,22 +54,20 @@ def grows(policy: Policy, nbytes: float, gradients: float) -> float:
     than the even pace that gets to `loss_bytes` with the last update (`Allowance.grows`)."""
     if policy.prefetch or policy.loss_bytes is None or not nbytes:
         return gradients
-    held = 0 if arena_retires(policy) else policy.staging_bytes or 0
+    held = 0 if _retires(policy) else policy.staging_bytes or 0
     return min(gradients, max(0, policy.loss_bytes - held) / nbytes)
 
 
-def arena_retires(policy: Policy) -> bool:
-    """Whether what step() takes goes back before the forward ends, as `Allowance` decides it."""
-    return (
-        not policy.prefetch and policy.loss_bytes is not None and policy.loss_bytes >= 2 * (policy.staging_bytes or 0)
-    )
+def _retires(policy: Policy) -> bool:
+    """Whether what step() takes goes back before the forward ends."""
+    return not policy.prefetch and arena_retires(policy.loss_bytes, policy.staging_bytes or 0)
 
 
 def staging_room(policy: Policy, growth: float, freed: float, total: float) -> float:
     """Bytes that may be staged once `freed` of `total` bytes of state are updated: the arena and what it has grown by;
     without the arena from half of the updates on, if it has grown by as much."""
     arena = policy.staging_bytes or 0
-    gone = arena_retires(policy) and 2 * freed >= total and growth * freed >= arena
+    gone = _retires(policy) and arena_replaced(freed, total, growth * freed, arena)
     return growth * freed if gone else arena + growth * freed
 
 

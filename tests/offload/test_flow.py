@@ -21,6 +21,7 @@ from offbench.offload.copies import Copier
 from offbench.offload.engine import Work
 from offbench.offload.extents import Extents, Range, joined, later
 from offbench.offload.flow import FlowEngine
+from offbench.offload.headroom import arena_replaced, arena_retires
 from offbench.offload.hoststore import HostStore
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged, segments
@@ -401,10 +402,54 @@ def test_an_arena_that_retires_changes_no_bit(many: int, moves_in: str, update: 
 
     streams = AdversarialStreams({"in": moves_in, "update": update, "out": out, "compute": "lazy"})
     schedule = dataclasses.replace(stream(loss_bytes=5000), chunk_bytes=1, lead=3, ahead=2)
-    assert trainer.run(schedule, streams, watch).equals(trainer.plain())
+    wrong: list[str] = []
+
+    def watch_all(engine) -> None:
+        watch(engine)
+        look_ahead, give_back, looking = engine.look_ahead, engine._give_back, []
+
+        def spy(at_leisure=False) -> None:
+            looking.append(True)
+            look_ahead(at_leisure)
+            looking.clear()
+            if engine._step is not None:
+                wrong.extend("kept in the arena" for _, place in engine._step.staged if place.closed)
+
+        def spy_give(extent) -> None:
+            if looking and not engine._extents.passed(extent):
+                wrong.append("compute waits in the forward")
+            give_back(extent)
+
+        engine.look_ahead, engine._give_back = spy, spy_give
+
+    assert trainer.run(schedule, streams, watch_all).equals(trainer.plain())
     assert streams.order.violations == []
     assert True in retired
     assert False in retired
+    assert wrong == []
+
+
+def test_an_arena_is_replaced_half_way_and_by_as_much() -> None:
+    assert [arena_replaced(freed, 10, grown, 4) for freed, grown in ((5, 4), (4, 4), (5, 3))] == [True, False, False]
+    assert [arena_retires(limit, 4) for limit in (None, 7, 8)] == [False, False, True]
+
+
+def test_step_queues_what_stays_and_then_its_lead() -> None:
+    left = []
+
+    def watch(engine) -> None:
+        step = engine.step
+
+        def spy(works) -> None:
+            step(works)
+            left.append((len(works) - len(engine._waiting()), len(engine._resident)))
+
+        engine.step = spy
+
+    schedule = dataclasses.replace(stream(resident_bytes=5000), lead=2, ahead=0)
+    assert trainer.run(schedule, AdversarialStreams(), watch).equals(trainer.plain())
+    assert left == [(kept + 2, kept) for _, kept in left]
+    assert left[0][1] > 0
 
 
 def test_a_chunk_that_fits_into_no_gradient_finds_room_once_the_arena_is_gone(

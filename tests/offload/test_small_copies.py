@@ -115,6 +115,11 @@ def test_rows_that_are_kept_keep_no_tensor_alive() -> None:
     with kernel_copies():
         torch.ops.fsdp.split_with_sizes_copy(gathered + 1, [6], dim=1, out=[kept.view(2, 6)])
     assert torch.equal(kept, (gathered + 1).view(-1)), "the rows are those of the memory it has now"
+    before, kept.data = kept.data, torch.zeros(12)
+    with kernel_copies():
+        torch.ops.fsdp.split_with_sizes_copy(gathered + 2, [6], dim=1, out=[kept.view(2, 6)])
+    assert torch.equal(kept, (gathered + 2).view(-1)), "also where it was given other memory"
+    assert torch.equal(before, (gathered + 1).view(-1))
     gone = weakref.ref(kept)
     gc.disable()
     try:
