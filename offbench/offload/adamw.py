@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from offbench.offload.staged import Staged
 from offbench.offload.stale import hidden
 from offbench.offload.state import check_saved, load_groups, load_moments, places
 from offbench.offload.streams import DeviceStreams, Streams
-from offbench.offload.updates import ChunkUpdates, Implementation, take_gradients
+from offbench.offload.updates import ChunkUpdates, Implementation, have_gradients, take_gradients
 from offbench.offload.zerocopy.support import in_host_memory
 
 
@@ -141,6 +142,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             self._engine = engine_for(
                 self._engine, self.schedule, self.store, self._streams, self.copy_repeat, self._resident, self._debug
             )
+            self._engine.has_gradients = partial(have_gradients, self._updates)
             self._engine.extend(self.chunks, self.schedule)
             self._watch(self._engine)
 
@@ -160,6 +162,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                 self._streams,
                 engine.before_backward,
                 engine.look_ahead,
+                engine.after_backward,
             )
             self._finalizer = weakref.finalize(self, _end, engine, guard)
             self._finalizer.atexit = False

@@ -11,6 +11,9 @@ from offbench.offload.headroom import Headroom, arena_replaced, arena_retires
 from offbench.offload.schedule import Schedule
 from offbench.offload.streams import Streams
 
+EXTENT_BYTES = 512 << 20
+"""The arena is made of pieces of this size, so that it returns to the allocator bit by bit."""
+
 
 class Allowance:
     """Sizes of the arena and of what gradients may add to it. All are bytes.
@@ -24,12 +27,15 @@ class Allowance:
         self._extents = extents
         self._headroom = Headroom()
         self._kept_bytes = 0
+        self.ahead_bytes = 0
+        """State that is here before its step(), in memory that is no part of the extents (`prefetch`)."""
         self._asked: int | None = None
         """At the loss, as the schedule has it."""
         self.at_loss: int | None = None
         """Most staging memory when the forward ends; None: no limit."""
         self.arena_bytes = 0
         """What step() takes."""
+        self._piece_bytes = EXTENT_BYTES
         self.least_bytes = 0
         """An arena must hold so much for every chunk to find a place."""
 
@@ -37,6 +43,7 @@ class Allowance:
         """Another schedule, or other chunks: those that move have so many bytes, what stays has `kept_bytes`."""
         self.least_bytes = least_arena(moving)
         self.arena_bytes = min(max(schedule.staging_bytes or 0, self.least_bytes), sum(moving))
+        self._piece_bytes = max(EXTENT_BYTES, *moving, 0)
         self.at_loss = self._asked = schedule.loss_bytes
         self._kept_bytes = kept_bytes
 
@@ -53,10 +60,28 @@ class Allowance:
         if self.at_loss is not None and not self.arena_retires:
             self.arena_bytes = min(self.arena_bytes, max(self.at_loss, self.least_bytes))
 
+    def arena(self, less: int) -> list[int]:
+        """Sizes of the pieces of this step's arena: `less` bytes are left out, as far as two neighbours find room."""
+        left = max(self.arena_bytes - less, min(self.arena_bytes, self.least_bytes))
+        whole = max(0, left // self._piece_bytes - 1)
+        return [self._piece_bytes] * whole + [left - whole * self._piece_bytes] if left else []
+
     def backward(self) -> None:
         """A module's backward is about to begin."""
         if self._asked is None:
             self._headroom.backward(self._own_bytes())
+
+    def backward_ends(self) -> None:
+        """All of it is over."""
+        self._headroom.backward_ends()
+
+    def ahead_of_step(self) -> int:
+        """Bytes of state that may move in now, with a backward under way, if no gradient is still to come; negative
+        where there are too many. 0 where nobody counts, and where the schedule says how much may be staged."""
+        if self._asked is not None or self._headroom.falling is None:
+            return 0
+        own = self._own_bytes()
+        return 0 if own is None else self._headroom.falling - own - self.staged_bytes
 
     def retires_now(self, step: FlowStep) -> bool:
         """Whether gradients have left as much as the arena has: state leaves it half-way through the updates, so that
@@ -78,15 +103,21 @@ class Allowance:
                 return False
         return not self.is_crowded()
 
-    def is_crowded(self) -> bool:
-        """Whether staging now adds more than its arena to the most that the workload ever took by itself, unless the
-        schedule says how much it may."""
+    def is_crowded(self, spare: int | None = None) -> bool:
+        """Whether staging now adds more than its arena, or `spare`, to the most that the workload ever took by itself,
+        unless the schedule says how much it may."""
         if self._asked is not None or self._headroom.peak is None:
             return False
         own = self._own_bytes()
-        return own is not None and own + self._extents.nbytes > self._headroom.peak + self.arena_bytes
+        most = self._headroom.peak + (self.arena_bytes if spare is None else spare)
+        return own is not None and own + self.staged_bytes > most
+
+    @property
+    def staged_bytes(self) -> int:
+        """All staging memory there is."""
+        return self._extents.nbytes + self.ahead_bytes
 
     def _own_bytes(self) -> int | None:
         """What the workload itself has on the device; None where nobody counts."""
         allocated = self._streams.allocated()
-        return None if allocated is None else allocated - self._extents.nbytes - self._kept_bytes
+        return None if allocated is None else allocated - self.staged_bytes - self._kept_bytes

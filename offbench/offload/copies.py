@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -46,11 +46,13 @@ class Ledger:
         self.step = 0
         """Optimizer steps begun."""
         self.in_bytes = 0
-        """Payload queued host to device so far."""
+        """Payload queued host to device so far, without what was dropped."""
         self.out_bytes = 0
         """Payload queued device to host so far."""
         self.in_copies = 0
         self.out_copies = 0
+        self.dropped_bytes = 0
+        """Copied in before their step() and never used."""
         self.settled = (0, 0, 0)
         """`step`, `in_bytes` and `out_bytes` when what a step moves last changed; nothing was owed then."""
         self.copies: list[CopyEntry] = []
@@ -70,6 +72,13 @@ class Ledger:
             self.out_copies += 1
         if self.keep and begin is not None:
             self.copies.append(CopyEntry(direction, nbytes, begin, end))
+
+    def dropped(self, nbytes: int, end: Event) -> None:
+        """A copy in that ends there came to nothing: it took its time on the link, but is none of a step's bytes."""
+        self.in_bytes -= nbytes
+        self.in_copies -= 1
+        self.dropped_bytes += nbytes
+        self.copies = [replace(entry, nbytes=0) if entry.end is end else entry for entry in self.copies]
 
     def held(self, nbytes: int, begin: Event, end: Event) -> None:
         """Enter staging memory of the present step: all of its arena, or a part."""

@@ -13,7 +13,7 @@ from offbench.offload.copies import Copier, Direction, Ledger
 from offbench.offload.hoststore import HostStore
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
-from offbench.offload.streams import Event, Stream, Streams
+from offbench.offload.streams import Event, Stream, Streams, Why
 
 
 @dataclass
@@ -56,6 +56,8 @@ class Engine(ABC):
         self._copier = copier
         self._updated: dict[int, Event] = {}
         self._written_back: dict[int, Event] = {}
+        self.has_gradients: Callable[[int], bool] = lambda chunk: False
+        """Whether all gradients of a chunk are there."""
         self._furthest = -1
         """Last chunk that this step's forward has asked for."""
         self._host_parts: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -87,6 +89,9 @@ class Engine(ABC):
 
     def before_backward(self, chunks: Sequence[int]) -> None:  # noqa: B027 - most engines have nothing to do then
         """Called before the backward of the modules that these chunks' parameters belong to."""
+
+    def after_backward(self) -> None:  # noqa: B027 - as above
+        """Called when a backward is over."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -125,6 +130,15 @@ class Engine(ABC):
                 break
             count += 1
         return count
+
+    def move_in_early(self, chunk: Chunk, staged: Staged, ready: Event) -> Event:
+        """Queue the copies into staging that compute hands over at `ready`, before step(): the previous step may still
+        be writing the host's bytes. The event follows the last of them."""
+        moves_in = self._streams.side("in")
+        moves_in.wait(ready, Why.ARENA_READY)
+        if chunk.index in self._written_back:
+            moves_in.wait(self._written_back[chunk.index], Why.HOST_CURRENT)
+        return self._move_in(moves_in, chunk, staged)
 
     def _move_in(self, stream: Stream, chunk: Chunk, staged: Staged) -> Event:
         """Queue the copies into staging; the event follows the last of them."""
@@ -187,7 +201,8 @@ class Engine(ABC):
 
     def _lead(self, works: Sequence[Work]) -> int:
         """How many works step() queues: up to and with the `lead`-th that moves."""
-        moving = [position for position, work in enumerate(works) if work.chunk.index not in self._resident]
+        chunks = [work.chunk.index for work in works]
+        moving = [at for at, chunk in enumerate(chunks) if chunk not in self._resident]
         return moving[self.schedule.lead - 1] + 1 if len(moving) >= self.schedule.lead else len(works)
 
     def _wait_for_all(self) -> None:

@@ -10,6 +10,7 @@ forward and in the backward, whose gradients take their memory back layer by lay
 Note [Who waits for whom]
     stream   waits for           because (see `streams.Why`)
     in       compute             the staging arena is compute-stream memory                    ARENA_READY
+    in       out                 before step(): see `prefetch`                                 HOST_CURRENT
     in       update              a gradient held these staging bytes                           GRADIENT_FREE
     in       out                 an earlier chunk of this step held these staging bytes        SLOT_FREE
     update   in                  the chunk's state must be on the device                       LOADED
@@ -19,8 +20,8 @@ Note [Who waits for whom]
     reader   update              a layer is gathered after its last chunk's update             READ
     compute  out                 staging memory returns to compute only when written back      WRITTEN_BACK
 
-Host bytes are current without a wait of their own: compute has waited for the previous step's write-back before it
-hands over the arena and the gradients of this step.
+From step() on host bytes are current without a wait of their own: compute has waited for the previous step's
+write-back before it hands over the arena and the gradients of this step.
 Only memory decides what is written back early: a chunk that finds no room has the oldest updated chunks written back.
 No wait is made on the host, and none depends on how far the device has come.
 """
@@ -40,12 +41,11 @@ from offbench.offload.extents import Extent, Extents, joined
 from offbench.offload.flow_step import FlowStep, Place
 from offbench.offload.gradients import by_memory, sole_memory
 from offbench.offload.hoststore import HostStore
+from offbench.offload.prefetch import Prefetch, taken_over
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged, segments
 from offbench.offload.streams import Event, Streams, Why
 
-EXTENT_BYTES = 512 << 20
-"""The arena is made of pieces of this size, so that it returns to the allocator bit by bit."""
 BURST = 1
 """Chunks that one read queues beyond its own: the host has the forward's kernels to launch, and must not stop."""
 BURST_BACK = 4
@@ -70,14 +70,15 @@ class FlowEngine(Engine):
         self._extents = Extents()
         self._allowance = Allowance(streams, self._extents)
         self._step: FlowStep | None = None
+        self.prefetch = Prefetch(self, streams, self._allowance)
         super().__init__(chunks, store, schedule, streams, copier, resident, debug)
 
     def _plan(self) -> None:
         moving = [c for c in self.chunks if c.index not in self._resident and c.nbytes]
         self._segments = {c.index: segments(c, max(1, self.schedule.chunk_bytes // 8)) for c in moving}
-        self._largest = max((c.nbytes for c in moving), default=0)
         kept = sum(state.numel() for state in self._resident.values())
         self._allowance.plan(self.schedule, [c.nbytes for c in moving], kept)
+        self.prefetch.forget()
 
     @property
     def staging_bytes(self) -> int:
@@ -87,22 +88,27 @@ class FlowEngine(Engine):
         return grown if at_loss is None else min(grown, max(arena, at_loss))
 
     def step(self, works: Sequence[Work]) -> None:
-        """Queue one optimizer step: what fits into the arena starts to move in, the first `lead` chunks that move
-        are updated, and those that stay before them; the others from the forward's reads."""
+        """Queue one optimizer step: what fits into the arena starts to move in, and the first `lead` chunks are
+        updated, or all that are here already; the others from the forward's reads."""
         self._finish()
+        moving = [work.chunk for work in works if work.chunk.index not in self._resident]
+        moved = taken_over(self.prefetch.take(moving), self._extents)
         if not works:
             return
         self._count_step()
         self._allowance.step()
-        arena = self._add_arena()
+        lent = [place.ranges[0].extent for place, _ in moved.values()]
+        arena = [self._add_extent(nbytes) for nbytes in self._allowance.arena(less=self._extents.nbytes)]
         ready = self._streams.compute().record()
-        moving = [work.chunk for work in works if work.chunk.index not in self._resident]
+        self.prefetch.stepped(moving, [work.chunk for work in works])
+        to_move = deque(chunk for chunk in moving if chunk.index not in moved)
         gradients = by_memory(works)
         total = sum({id(memory): memory.nbytes for found in gradients.values() for memory in found}.values())
-        self._step = FlowStep(deque(works), deque(moving), gradients, total, arena)
+        self._step = FlowStep(deque(works), to_move, gradients, total, arena, lent, moved=dict(moved))
         self._streams.side("update").wait(ready, Why.GRADIENTS_READY)
         self._move_ahead(self._step)
-        self._queue(self._lead(works))
+        there = [count for count, work in enumerate(works, start=1) if work.chunk.index in moved]
+        self._queue(max([self.schedule.lead, *there]))
 
     def look_ahead(self, at_leisure: bool = False) -> None:
         """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""
@@ -110,6 +116,7 @@ class FlowEngine(Engine):
         self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
         self._return_state(BURST_BACK)
         self._return_arena()
+        self.prefetch.shrink()
         while self._step is not None and self._step.arrived and self._allowance.is_crowded():
             self._give_back(self._step.arrived.pop(0))
 
@@ -122,10 +129,17 @@ class FlowEngine(Engine):
                 self._step.backward.add(chunk)
                 self._step.backward_bytes += self.chunks[chunk].nbytes // 2
             self._make_room(self._step)
+        self.prefetch.backward()
+
+    def after_backward(self) -> None:
+        """All gradients are there."""
+        self._allowance.backward_ends()
+        self.prefetch.backward(ended=True)
 
     def drain(self) -> None:
         """Return when nothing is queued or in flight; staging memory is given back."""
         self._finish()
+        self.prefetch.drop_all()
         self._wait_for_all()
 
     def _finish(self) -> None:
@@ -135,15 +149,6 @@ class FlowEngine(Engine):
             while self._step.arrived:
                 self._give_back(self._step.arrived.pop(0))
             self._step = None
-
-    def _add_arena(self) -> list[Extent]:
-        found = []
-        left = self._allowance.arena_bytes
-        while left:
-            nbytes = left if left < 2 * max(EXTENT_BYTES, self._largest) else max(EXTENT_BYTES, self._largest)
-            found.append(self._add_extent(nbytes))
-            left -= nbytes
-        return found
 
     def _add_extent(self, nbytes: int) -> Extent:
         memory = self._streams.allocate(nbytes)
@@ -161,11 +166,16 @@ class FlowEngine(Engine):
             self._keep_staged(step, chunk, place)
 
     def _return_arena(self) -> None:
-        """Give back what of a retired arena is written back by now."""
+        """Give back what of a retired arena, and of state that was here before step(), is written back by now; where
+        the forward needs that memory, it waits for it."""
         step = self._step
-        if step is not None and not step.arrived:
-            for extent in [one for one in step.arena if one.closed and one.idle and self._extents.passed(one)]:
+        if step is None or step.arrived:
+            return
+        crowded = bool(step.lent) and self._allowance.is_crowded()
+        for extent in [one for one in (*step.lent, *step.arena) if one.closed and one.idle]:
+            if crowded or self._extents.passed(extent):
                 self._give_back(extent)
+                crowded = crowded and self._allowance.is_crowded()
 
     def _waiting(self) -> Sequence[Work]:
         return self._step.waiting if self._step is not None else ()
@@ -284,5 +294,6 @@ class FlowEngine(Engine):
             compute.wait(event, Why.WRITTEN_BACK)
         self.ledger.held(extent.nbytes, extent.begin, compute.record())
         self._streams.release([extent.memory], used_by=())
-        if self._step is not None and extent in self._step.arena:
-            self._step.arena.remove(extent)
+        for held in (self._step.arena, self._step.lent) if self._step is not None else ():
+            if extent in held:
+                held.remove(extent)

@@ -40,6 +40,8 @@ class FlowStep:
     """Of all their memory."""
     arena: list[Extent]
     """Memory taken by step() that is not given back yet."""
+    lent: list[Extent]
+    """Memory of state that was here before step(), each chunk's its own; it goes back once that is written back."""
     retired: bool = False
     """The arena goes back as soon as nothing is staged in it."""
     moved: dict[int, tuple[Place, Event]] = field(default_factory=dict)

@@ -13,9 +13,10 @@ Note [When the host has time]
     What a gather needs is queued at the gather. What comes after it can be queued later, and the moment matters where
     the host cannot run far ahead of the device: a trainer with expert parallelism reads the experts' counts back once
     a layer, and between that and the next layer's first kernel the device idles for as long as the host takes. The
-    first group nested in a block (a router, the experts) starts its forward while the device still computes the
-    attention, and before the host waits for the counts: its `wait_for_unshard` looks ahead at leisure; at a second one
-    the device may have caught up. In a model without nested groups every gather looks ahead.
+    first group nested in a block (a router, the experts) ends its forward when the device still has the attention and
+    that group's kernels to compute, just before the host waits for the counts: its `post_forward` looks ahead at
+    leisure. Before that group's own kernels are launched is too early: the device then waits for those. At a second
+    nested group the device may have caught up. In a model without nested groups every gather looks ahead.
 
 Checked on torch 2.11 and 2.15, where `_fsdp_param_group` became the list `_fsdp_param_groups`.
 """
@@ -49,6 +50,7 @@ _GUARDS = "_offbench_guards"
 _GROUP = (
     "unshard",
     "wait_for_unshard",
+    "post_forward",
     "fsdp_params",
     "mesh_info",
     "is_unsharded",
@@ -127,7 +129,8 @@ class ReadGuard:
     of the model and of every FSDP2 module in it, until all are: a late update must not hit weights that were loaded.
 
     chunk_of: chunk index by sharded parameter. before_read: queues what is missing and returns the events to wait for.
-    Neither may keep the optimizer alive: the model holds on to both until `restore`.
+    before_backward, after_backward: a module's backward is about to begin; all of the model's is over. look_ahead: the
+    host may queue more. None of them may keep the optimizer alive: the model holds on to them until `restore`.
     """
 
     def __init__(
@@ -139,14 +142,16 @@ class ReadGuard:
         streams: Streams,
         before_backward: BeforeBackward = lambda chunks: None,
         look_ahead: LookAhead = lambda at_leisure: None,
+        after_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self._undo: list[Callable[[], None]] = []
         nested = nested_groups(model)
+        backward = _Backward(before_backward, after_backward)
         for group in param_groups(model):
             chunks = sorted({chunk_of[p.sharded_param] for p in group.fsdp_params if p.sharded_param in chunk_of})
             if chunks:
                 inner = look_ahead if group in nested else None
-                guard = _Guard(chunks, before_read, before_backward, streams, inner, not nested)
+                guard = _Guard(chunks, before_read, backward, streams, inner, not nested)
                 self._undo.append(_wrap(group, guard))
         for module in model.modules():
             if module is model or isinstance(module, FSDPModule):
@@ -161,15 +166,35 @@ class ReadGuard:
         self._undo = []
 
 
+class _Backward:
+    """What one optimizer wants to know of a backward."""
+
+    def __init__(self, before: BeforeBackward, after: Callable[[], None]) -> None:
+        self._before = before
+        self._after = after
+        self._known: int | None = None
+        """The run of autograd's engine whose end will be told."""
+
+    def begins(self, chunks: Sequence[int]) -> None:
+        """The backward of the modules whose parameters are in these chunks."""
+        current = getattr(torch._C, "_current_graph_task_id", None)  # private: without it no end is told
+        run = current() if current is not None else -1  # -1: autograd does not run
+        if run not in (-1, self._known):
+            self._known = run
+            # As FSDP2 does for its own last reduction, whose callback comes before this one.
+            torch.autograd.Variable._execution_engine.queue_callback(self._after)
+        self._before(chunks)
+
+
 class _Guard(NamedTuple):
     """What one optimizer wants to know of one parameter group."""
 
     chunks: Sequence[int]
     before_read: BeforeRead
-    before_backward: BeforeBackward
+    backward: _Backward
     streams: Streams
     inner: LookAhead | None
-    """Of a nested group: called when its forward begins."""
+    """Of a nested group: called when its forward has been queued."""
     looks_ahead: bool
     """No group is nested: each gather looks ahead."""
 
@@ -189,7 +214,7 @@ def _wrap(group: Any, guard: _Guard) -> Callable[[], None]:
     def undo() -> None:
         guards[:] = [other for other in guards if other is not guard]
         if not guards:
-            del group.unshard, group.wait_for_unshard
+            del group.unshard, group.wait_for_unshard, group.post_forward
             del group.__dict__[_GUARDS]
 
     return undo
@@ -197,12 +222,12 @@ def _wrap(group: Any, guard: _Guard) -> Callable[[], None]:
 
 def _install(group: Any, guards: list[_Guard]) -> None:
     single = getattr(group.mesh_info, "shard_mesh_size", 1) == 1  # `replicate` shards nothing
-    unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
+    unshard, wait_for_unshard, post_forward = group.unshard, group.wait_for_unshard, group.post_forward
 
     def unshard_after_update(async_op: bool = False) -> Any:
         if group._training_state.name == "PRE_BACKWARD":  # also when nothing was resharded after the forward
             for guard in guards:
-                guard.before_backward(guard.chunks)
+                guard.backward.begins(guard.chunks)
         if not single and group._all_gather_result is None and not group.is_unsharded:
             stream = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
             for guard in guards:
@@ -213,12 +238,17 @@ def _install(group: Any, guards: list[_Guard]) -> None:
         if single and group._all_gather_result is not None:
             for guard in guards:
                 guard.reads(guard.streams.compute())
+        return wait_for_unshard()
+
+    def post_forward_and_look_ahead(*args: Any) -> Any:
+        output = post_forward(*args)
         for guard in guards:
             if guard.inner is not None:
                 guard.inner(True)
-        return wait_for_unshard()
+        return output
 
     group.unshard, group.wait_for_unshard = unshard_after_update, wait_after_update
+    group.post_forward = post_forward_and_look_ahead
 
 
 def _wait_all(stream: Any, events: Iterable[Event]) -> None:

@@ -27,15 +27,27 @@ class Headroom:
     def __init__(self) -> None:
         self.peak: int | None = None
         """Most own bytes seen in any backward, or at step(); None: nobody counts, or nothing was seen yet."""
+        self.falling: int | None = None
+        """Most seen in any backward after some of its activations had gone: what the loss took is not in it, so it
+        compares with what any other layer begins with. None: never were there fewer bytes than when one began."""
         self._left: int | None = None
         self._at_loss: int | None = None
+        self._first: int | None = None
+        """When the present backward began."""
 
     def backward(self, own: int | None) -> None:
         """A module's backward is about to begin; of those since the last step() the first one tells the activations.
         None: nobody counts."""
         if own is not None:
             self._at_loss = own if self._at_loss is None else self._at_loss
+            self._first = own if self._first is None else self._first
+            if own < self._first:
+                self.falling = own if self.falling is None else max(self.falling, own)
             self._seen(own)
+
+    def backward_ends(self) -> None:
+        """The next call of `backward` is another backward's."""
+        self._first = None
 
     def step(self, own: int | None) -> int | None:
         """step() is about to take its arena. Returns bytes that may be staged when the next forward ends; None when
@@ -44,7 +56,7 @@ class Headroom:
             left = max(0, own - self._at_loss)
             self._left = left if self._left is None else min(self._left, left)
             self._seen(own)
-        self._at_loss = None
+        self._at_loss = self._first = None
         return self._left
 
     def _seen(self, own: int) -> None:

@@ -96,6 +96,11 @@ class ChunkUpdates:
         return self._cuts
 
 
+def have_gradients(updates: Sequence[ChunkUpdates], chunk: int) -> bool:
+    """Whether each parameter of that chunk has a gradient by now."""
+    return all(member.parameter.grad is not None for member in updates[chunk].members)
+
+
 def take_gradients(
     updates: Sequence[ChunkUpdates],
     state: Mapping[torch.Tensor, Any],

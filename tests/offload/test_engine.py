@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from offbench.offload.chunks import Staging
 from offbench.offload.schedule import Schedule
 from offbench.offload.streams import DeviceStreams, Why
 from tests.offload import trainer
+from tests.offload.falling import Falling
 
 SCHEDULES = {
     "main": Schedule("main", offloaded=True, chunk_bytes=trainer.CAP, slots=None, copy_streams=False),
@@ -72,6 +74,19 @@ SCHEDULES = {
         staging_bytes=1 << 20,
         lead=99,
     ),
+    "stream, ahead of step()": Schedule(
+        "stream", offloaded=True, chunk_bytes=trainer.CAP, deferred=True, write_back="backward", lead=1, ahead=1
+    ),
+    "stream, ahead of step(), one resident": Schedule(
+        "stream",
+        offloaded=True,
+        chunk_bytes=trainer.CAP,
+        resident_bytes=2048,
+        deferred=True,
+        write_back="backward",
+        lead=1,
+        ahead=0,
+    ),
     "zerocopy": Schedule(
         "zerocopy", offloaded=True, chunk_bytes=trainer.CAP, deferred=True, update="host_memory", lead=3, ahead=1
     ),
@@ -97,6 +112,7 @@ WAITS = {
     "overlap, all slots": {Why.ARENA_READY, Why.HOST_CURRENT, Why.LOADED, Why.UPDATED, Why.READ},
     "overlap, all resident": {Why.GRADIENTS_READY, Why.READ},
     "stream": set(Why) - {Why.HOST_CURRENT},
+    "stream, ahead of step()": set(Why) - {Why.GRADIENT_FREE},
     "zerocopy": {Why.GRADIENTS_READY, Why.READ},
     "zerocopy, two resident": {Why.GRADIENTS_READY, Why.READ},
     "zerocopy, synchronous": {Why.READ},
@@ -118,6 +134,15 @@ NEEDED = [
 NEEDED.append(("stream, two resident", Why.GRADIENTS_READY))
 
 
+def streams_for(name: str, *args: Any, **kwargs: Any) -> AdversarialStreams:
+    """State moves in ahead of step() only where activations make the peak."""
+    return (Falling if "ahead of step()" in name else AdversarialStreams)(*args, **kwargs)
+
+
+def run(name: str, streams: AdversarialStreams) -> trainer.Result:
+    return trainer.run(SCHEDULES[name], streams, streams.watch if isinstance(streams, Falling) else None)
+
+
 def worst() -> Iterator[dict[str, str]]:
     """Each stream as late or as early as it can be."""
     for paces in itertools.product(("lazy", "eager"), repeat=4):
@@ -132,12 +157,12 @@ def reference() -> trainer.Result:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_bitwise_whatever_the_streams_do(name: str, reference: trainer.Result) -> None:
     for paces in worst():
-        streams = AdversarialStreams(paces)
-        assert trainer.run(SCHEDULES[name], streams).equals(reference), paces
+        streams = streams_for(name, paces)
+        assert run(name, streams).equals(reference), paces
         assert streams.order.violations == []
     for seed in range(8):
-        streams = AdversarialStreams(dict.fromkeys(("in", "update", "out", "compute"), "random"), seed=seed)
-        assert trainer.run(SCHEDULES[name], streams).equals(reference), seed
+        streams = streams_for(name, dict.fromkeys(("in", "update", "out", "compute"), "random"), seed=seed)
+        assert run(name, streams).equals(reference), seed
         assert streams.order.violations == []
 
 
@@ -148,8 +173,8 @@ def test_bitwise_on_the_cpu_device(reference: trainer.Result) -> None:
 
 @pytest.mark.parametrize("name", WAITS)
 def test_the_engine_makes_exactly_these_waits(name: str) -> None:
-    streams = AdversarialStreams()
-    trainer.run(SCHEDULES[name], streams)
+    streams = streams_for(name)
+    run(name, streams)
     assert streams.waits == WAITS[name]
 
 
@@ -157,8 +182,8 @@ def test_the_engine_makes_exactly_these_waits(name: str) -> None:
 def test_a_dropped_wait_changes_values(name: str, why: Why, reference: trainer.Result) -> None:
     wrong = 0
     for paces in worst():
-        streams = AdversarialStreams(paces, drop=why)
-        wrong += not trainer.run(SCHEDULES[name], streams).equals(reference)
+        streams = streams_for(name, paces, drop=why)
+        wrong += not run(name, streams).equals(reference)
         assert streams.order.violations, f"the order checker missed the dropped wait ({paces})"
     assert wrong, f"no pace of the streams shows that this wait is needed: {why}"
 
@@ -176,10 +201,7 @@ class Stale:
 
 @pytest.mark.parametrize(("name", "why"), [(n, w) for n, w in NEEDED if w not in (Why.ARENA_READY, Why.WRITTEN_BACK)])
 def test_an_event_of_another_chunk_changes_values(name: str, why: Why, reference: trainer.Result) -> None:
-    results = [
-        trainer.run(SCHEDULES[name], AdversarialStreams(paces, swap=(why, Stale()))).equals(reference)
-        for paces in worst()
-    ]
+    results = [run(name, streams_for(name, paces, swap=(why, Stale()))).equals(reference) for paces in worst()]
     assert not all(results)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from offbench.offload.pin_time import pin_times
 from offbench.offload.streams import DeviceStreams
@@ -84,6 +89,65 @@ def test_a_budget_that_changes_moves_state_and_no_bit() -> None:
         assert seen[1][1:] == ({"device": state}, 0)
         assert seen[3][1] == {"host": state}
         assert all(0 < seen[i][1]["device"] < state for i in (0, 2, 4))
+
+
+class Wide(nn.Module):
+    """Blocks whose activations take far more than their gradients."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self.blocks = nn.ModuleList(nn.Linear(512, 512, device=device) for _ in range(12))
+        for block in self.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def long_batches(_: int, queue: mp.SimpleQueue) -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    init_rehearsal(0, 2)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    found = {}
+    for early in (None, False, True):
+        model = Wide(device)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
+        ahead = []
+        if early is not None:
+            optimizer = sharded.optimizer_of("stream", model, None, lead=2, ahead=1)
+            if not early:
+                optimizer._engine.prefetch._refused = True
+        for step in range(6):
+            if step == 2:
+                torch.cuda.reset_peak_memory_stats(device)
+            x = torch.randn(1 << 15, 512, device=device, generator=torch.Generator(device).manual_seed(step))
+            model(x).square().mean().backward()
+            if early is not None:
+                ahead.append(optimizer._engine._allowance.ahead_bytes)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[early] = (sharded.snapshot(model, optimizer), ahead, torch.cuda.max_memory_allocated(device))
+        del model, optimizer, x
+    expected = found[None][0]
+    queue.put({early: (sharded.differences(expected, ends), *rest) for early, (ends, *rest) in found.items()})
+    dist.destroy_process_group()
+
+
+def test_state_that_moves_in_during_a_long_backward_raises_no_peak() -> None:
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.start_processes(long_batches, (queue,), nprocs=1, start_method="spawn")
+    found = queue.get()
+    print({early: rest for early, (_, *rest) in found.items()})
+    assert [differences for differences, *_ in found.values()] == [[], [], []]
+    assert not any(found[False][1])
+    assert all(found[True][1][1:])
+    assert found[True][2] <= found[False][2]
 
 
 def pinning(_: int, queue: mp.SimpleQueue) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,8 +72,8 @@ def _buffers(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def plain() -> Result:
-    """The reference: the same steps with everything in place."""
+def plain(left_out: Mapping[int, int] | None = None) -> Result:
+    """The reference: the same steps with everything in place. left_out: by step, a parameter that has no gradient."""
     parameters = _initial()
     first, second = [torch.zeros_like(p) for p in parameters], [torch.zeros_like(p) for p in parameters]
     counters = [torch.tensor(0.0) for _ in parameters]
@@ -81,7 +81,8 @@ def plain() -> Result:
         gradients = [_gradient(p, step) for p in parameters]
         for gradient in gradients:
             _clip(gradient)
-        _adamw(parameters, gradients, first, second, counters, step)
+        present = [i for i in range(len(parameters)) if i != (left_out or {}).get(step)]
+        _adamw(*([some[i] for i in present] for some in (parameters, gradients, first, second, counters)), step)
     return Result(parameters, first + second)
 
 
@@ -89,8 +90,19 @@ def _state_of(chunk: Staged, offset: int, like: torch.Tensor) -> torch.Tensor:
     return chunk.bytes(offset, like.numel() * 4).view(torch.float32)
 
 
-def run(schedule: Schedule, streams: Streams, tamper: Callable[[Engine], None] | None = None) -> Result:
-    """STEPS steps under `schedule`: forward and backward, clipping and reads are operations of the compute stream."""
+def run(
+    schedule: Schedule,
+    streams: Streams,
+    tamper: Callable[[Engine], None] | None = None,
+    passes: Sequence[int] = (),
+    left_out: Mapping[int, int] | None = None,
+    meanwhile: Callable[[Engine, int], None] | None = None,
+) -> Result:
+    """STEPS steps under `schedule`: forward and backward, clipping and reads are operations of the compute stream.
+
+    passes: forwards and backwards of each step; one of each, unless they are given. left_out: by step, a chunk
+    that has no gradient. meanwhile: called before each step().
+    """
     parameters = _initial()
     chunks = plan_chunks([p.numel() * 4 for p in parameters], schedule.chunk_bytes)
     resident: dict[int, torch.Tensor] = {}
@@ -104,8 +116,11 @@ def run(schedule: Schedule, streams: Streams, tamper: Callable[[Engine], None] |
     counters = [torch.tensor(0.0) for _ in parameters]
     compute, access = streams.compute(), streams.access
 
-    for step in range(STEPS):
-        gradients = _buffers(parameters)
+    there: set[int] = set()
+    engine.has_gradients = there.__contains__
+
+    def pass_through(step: int, gradients: list[torch.Tensor]) -> None:
+        """Forward and backward."""
         for chunk in chunks:
             for event in engine.before_read([chunk.index]):
                 compute.wait(event, Why.READ)
@@ -119,6 +134,13 @@ def run(schedule: Schedule, streams: Streams, tamper: Callable[[Engine], None] |
             engine.before_backward([chunk.index])
             for event in engine.before_read([chunk.index]):
                 compute.wait(event, Why.READ)
+            there.add(chunk.index)
+        engine.after_backward()
+
+    for step in range(STEPS):
+        gradients = _buffers(parameters)
+        for _ in range(passes[step] if passes else 1):
+            pass_through(step, gradients)
         for gradient in gradients:
             compute.run(lambda gradient=gradient: _clip(gradient), writes=[access(gradient)])
 
@@ -143,7 +165,10 @@ def run(schedule: Schedule, streams: Streams, tamper: Callable[[Engine], None] |
 
             members = chunk.members
             works.append(Work(chunk, update, [gradients[i] for i in members], [parameters[i] for i in members]))
-        engine.step(works)
+        there.clear()
+        if meanwhile is not None:
+            meanwhile(engine, step)
+        engine.step([work for work in works if work.chunk.index != (left_out or {}).get(step)])
     engine.drain()
 
     where = {i: (c.index, o) for c in chunks for i, o in zip(c.members, c.offsets, strict=True)}
