@@ -24,7 +24,7 @@ def of(name: str) -> list[RunRecord]:
 RECORDS = of("stream-first")
 NONE, *STREAM = RECORDS
 SECOND, THIRD, OTHER, ALL = of("stream-second"), of("look-ahead-b"), of("look-ahead-a"), of("all-arms")
-LAYERS = of("stream-third")
+LAYERS, SIXTH, SEVENTH = of("stream-third"), of("stream-fourth"), of("stream-fifth")
 ROWS = {
     "row | B GiB": (NONE, STREAM),
     "second version": (SECOND[0], SECOND[1:]),
@@ -73,12 +73,35 @@ def same(written: str, found: float) -> bool:
             lambda: [(one(ALL, "none", link, **copies), one(ALL, "stream", link)) for link, copies in BOTH],
         ),
         ("fifth version", lambda: [(one(LAYERS, "none"), r) for r in LAYERS if r.spec.arm.name == "stream"]),
+        ("sixth version", lambda: beside_none(SIXTH)),
+        ("seventh version", lambda: beside_none(SEVENTH)),
     ],
 )
 def test_later_rows_of_stream(first_cell: str, rows: Callable[[], list[tuple[RunRecord, RunRecord]]]) -> None:
     for line, (base, record) in zip(table(first_cell), rows(), strict=True):
         for written, found in zip(line, figures(record, base), strict=True):
             assert same(written, found), (line, found)
+
+
+def beside_none(records: list[RunRecord]) -> list[tuple[RunRecord, RunRecord]]:
+    """Every launch of stream with a budget in GiB, and the first `none` on its link."""
+    chosen = [r for r in records if r.spec.arm.name == "stream" and r.spec.arm.state_budget != "auto"]
+    return [(one(records, "none", bool(r.spec.mode.emulate_link)), r) for r in chosen]
+
+
+def test_slots_of_overlap() -> None:
+    none = one(SIXTH, "none").step_s
+    assert none
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in NOTES.splitlines()]
+    start = next(at for at, cells in enumerate(lines) if cells[0] == "slots")
+    for cells, slots in zip(lines[start + 2 : start + 5], (2, 4, 8), strict=True):
+        record = one(SIXTH, "overlap", slots=slots)
+        took, peak = record.step_s, record.peak
+        assert took
+        assert peak.steady_allocated_bytes
+        assert peak.steady_reserved_bytes
+        found = [slots, took, took / none, peak.steady_allocated_bytes / GIB, peak.steady_reserved_bytes / GIB]
+        assert all(map(same, cells, found)), (cells, found)
 
 
 @pytest.mark.parametrize("first_cell", ROWS)

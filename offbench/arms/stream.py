@@ -11,9 +11,10 @@ from offbench.offload.schedule import Schedule
 STAGING_CHUNKS = 2
 """Default arena, in chunks: at step() activations are gone; of the 4 GiB that Qwen3-30B-A3B with full checkpointing
 takes beyond parameters and gradients (one H200, rehearsal of 8) the first layer needs about two for itself."""
-LEAD = 2
-"""Default of what step() queues, in chunks, those that stay included: about 4 layers of Qwen3-30B-A3B. The device
-waits for the host while step() queues; the forward's later layers are queued while it computes."""
+LEAD = 6
+"""Default of what step() queues, in chunks, besides those that stay: 8 layers of Qwen3-30B-A3B. What the first updates
+free decides how fast state can arrive, and in one go they cost the host half of what they cost between a forward's
+kernels."""
 
 ARM = Arm(
     name="stream",

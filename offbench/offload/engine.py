@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -199,10 +199,10 @@ class Engine(ABC):
         """Resident state, where it is."""
         return Staged.whole(self._resident[chunk.index])
 
-    def _lead(self, works: Sequence[Work]) -> int:
-        """How many works step() queues: up to and with the `lead`-th that moves."""
+    def _lead(self, works: Sequence[Work], there: Collection[int] = ()) -> int:
+        """How many works step() queues: up to and with the `lead`-th that moves and is not `there` already."""
         chunks = [work.chunk.index for work in works]
-        moving = [at for at, chunk in enumerate(chunks) if chunk not in self._resident]
+        moving = [at for at, chunk in enumerate(chunks) if chunk not in self._resident and chunk not in there]
         return moving[self.schedule.lead - 1] + 1 if len(moving) >= self.schedule.lead else len(works)
 
     def _wait_for_all(self) -> None:

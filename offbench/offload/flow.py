@@ -88,8 +88,8 @@ class FlowEngine(Engine):
         return grown if at_loss is None else min(grown, max(arena, at_loss))
 
     def step(self, works: Sequence[Work]) -> None:
-        """Queue one optimizer step: what fits into the arena starts to move in, and the first `lead` chunks are
-        updated, or all that are here already; the others from the forward's reads."""
+        """Queue one optimizer step: what fits into the arena starts to move in, the first `lead` chunks that move
+        are updated, and those that stay before them; the others from the forward's reads."""
         self._finish()
         moving = [work.chunk for work in works if work.chunk.index not in self._resident]
         moved = taken_over(self.prefetch.take(moving), self._extents)
@@ -107,8 +107,7 @@ class FlowEngine(Engine):
         self._step = FlowStep(deque(works), to_move, gradients, total, arena, lent, moved=dict(moved))
         self._streams.side("update").wait(ready, Why.GRADIENTS_READY)
         self._move_ahead(self._step)
-        there = [count for count, work in enumerate(works, start=1) if work.chunk.index in moved]
-        self._queue(max([self.schedule.lead, *there]))
+        self._queue(self._lead(works, there=moved))
 
     def look_ahead(self, at_leisure: bool = False) -> None:
         """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""

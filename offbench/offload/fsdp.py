@@ -13,10 +13,9 @@ Note [When the host has time]
     What a gather needs is queued at the gather. What comes after it can be queued later, and the moment matters where
     the host cannot run far ahead of the device: a trainer with expert parallelism reads the experts' counts back once
     a layer, and between that and the next layer's first kernel the device idles for as long as the host takes. The
-    first group nested in a block (a router, the experts) ends its forward when the device still has the attention and
-    that group's kernels to compute, just before the host waits for the counts: its `post_forward` looks ahead at
-    leisure. Before that group's own kernels are launched is too early: the device then waits for those. At a second
-    nested group the device may have caught up. In a model without nested groups every gather looks ahead.
+    first group nested in a block (a router, the experts) starts its forward while the device still computes the
+    attention, and before the host waits for the counts: its `wait_for_unshard` looks ahead at leisure; at a second one
+    the device may have caught up. In a model without nested groups every gather looks ahead.
 
 Checked on torch 2.11 and 2.15, where `_fsdp_param_group` became the list `_fsdp_param_groups`.
 """
@@ -50,7 +49,6 @@ _GUARDS = "_offbench_guards"
 _GROUP = (
     "unshard",
     "wait_for_unshard",
-    "post_forward",
     "fsdp_params",
     "mesh_info",
     "is_unsharded",
@@ -194,7 +192,7 @@ class _Guard(NamedTuple):
     backward: _Backward
     streams: Streams
     inner: LookAhead | None
-    """Of a nested group: called when its forward has been queued."""
+    """Of a nested group: called when its forward begins."""
     looks_ahead: bool
     """No group is nested: each gather looks ahead."""
 
@@ -214,7 +212,7 @@ def _wrap(group: Any, guard: _Guard) -> Callable[[], None]:
     def undo() -> None:
         guards[:] = [other for other in guards if other is not guard]
         if not guards:
-            del group.unshard, group.wait_for_unshard, group.post_forward
+            del group.unshard, group.wait_for_unshard
             del group.__dict__[_GUARDS]
 
     return undo
@@ -222,7 +220,7 @@ def _wrap(group: Any, guard: _Guard) -> Callable[[], None]:
 
 def _install(group: Any, guards: list[_Guard]) -> None:
     single = getattr(group.mesh_info, "shard_mesh_size", 1) == 1  # `replicate` shards nothing
-    unshard, wait_for_unshard, post_forward = group.unshard, group.wait_for_unshard, group.post_forward
+    unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
 
     def unshard_after_update(async_op: bool = False) -> Any:
         if group._training_state.name == "PRE_BACKWARD":  # also when nothing was resharded after the forward
@@ -238,17 +236,12 @@ def _install(group: Any, guards: list[_Guard]) -> None:
         if single and group._all_gather_result is not None:
             for guard in guards:
                 guard.reads(guard.streams.compute())
-        return wait_for_unshard()
-
-    def post_forward_and_look_ahead(*args: Any) -> Any:
-        output = post_forward(*args)
         for guard in guards:
             if guard.inner is not None:
                 guard.inner(True)
-        return output
+        return wait_for_unshard()
 
     group.unshard, group.wait_for_unshard = unshard_after_update, wait_after_update
-    group.post_forward = post_forward_and_look_ahead
 
 
 def _wait_all(stream: Any, events: Iterable[Event]) -> None:

@@ -33,8 +33,7 @@ class Schedule:
     deferred: bool = False
     """True: an update runs before its layer's next forward, on a stream of its own; False: inside step()."""
     lead: int = 8
-    """Deferred: chunks queued by step() itself. Resident ones before the first that moves are not counted, but where
-    state is written back in the backward all are."""
+    """Deferred: moving chunks queued by step() itself, and resident ones before them."""
     ahead: int = 4
     """Deferred: chunks kept queued in front of the forward."""
     first_step: Literal["bounded", "whole"] = "bounded"

@@ -19,6 +19,7 @@ from offbench.planner.simulate import simulate
 from offbench.planner.tasks import SmallCopies
 from offbench.record import RunRecord
 from offbench.seed import REFERENCE
+from offbench.units import GIB
 from offbench.workload import presets
 
 CLOSE = 0.05
@@ -32,6 +33,7 @@ UNBOUND = (
 UNKNOWN = "no reason known"
 UNSTEADY = "the machine was not steady: its steps took"
 LAUNCHES = "the host launched late: in traced steps compute had nothing queued for"
+SHARED = "its ranks probe the link at the same moment, and their copies met less: both ways they made"
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,14 @@ def against(records: Sequence[RunRecord]) -> tuple[list[Compared], list[str]]:
         reason = None
         if abs(step_s / actual_s - 1) > CLOSE:
             remote = simulate(schedule, layout, compute, links.scaled(REMOTE), small_copies_wait=waiting(record))
-            reasons = _unbound(record, remote.step_s), _launches(record, step_s, traced), _unsteady(record, step_s)
+            faster = _met_less(record, links)
+            at_own_rate = simulate(schedule, layout, compute, links.scaled(faster), small_copies_wait=waiting(record))
+            reasons = (
+                _unbound(record, remote.step_s),
+                _launches(record, step_s, traced),
+                _unsteady(record, step_s),
+                _shared(record, links, faster, at_own_rate.step_s),
+            )
             reason = next((one for one in reasons if one), UNKNOWN)
         found.append(Compared(name, step_s, free, actual_s, reason, simulated.waits.small, traced))
     return found, skipped
@@ -170,6 +179,22 @@ def _launches(record: RunRecord, simulated_s: float, traced: Traced | None) -> s
         f"{LAUNCHES} {traced.launch_s:.3f} s a step longer than in those of none, which is not simulated and covers "
         f"the {record.step_s - simulated_s:.3f} s"
     )
+
+
+def _met_less(record: RunRecord, links: Links) -> float:
+    """How much faster than probed, at least 1, the copies of a row's several ranks ran both ways."""
+    moved, busy = record.moved, record.moved.copy_busy_s
+    if record.spec.mode.nproc < 2 or not busy or record.source == "published":
+        return 1.0
+    return max(1.0, ((moved.in_bytes_per_step or 0) + (moved.out_bytes_per_step or 0)) / busy / links.both)
+
+
+def _shared(record: RunRecord, links: Links, faster: float, own_s: float) -> str | None:
+    """Ranks that share a way to host memory, if the row is met at the rate of its own copies."""
+    if faster == 1 or record.step_s is None or abs(own_s / record.step_s - 1) > CLOSE:
+        return None
+    rates = f"{faster * links.both / GIB:.1f} GiB/s of a GPU and not {links.both / GIB:.1f}"
+    return f"{SHARED} {rates}, at which it takes {own_s:.3f} s"
 
 
 def _unsteady(record: RunRecord, simulated_s: float) -> str | None:

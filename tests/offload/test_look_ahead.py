@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import pairwise
 
 import pytest
 import torch
@@ -92,7 +91,7 @@ def parameter_groups(model: Net) -> list[dict[str, object]]:
 
 def queued(rank: int, arm: str, nest: bool) -> tuple[list[str], list[tuple[str, int, int]]]:
     """Where bits differ from AdamW's, and the calls that queued something: which, for how many updates the gather
-    asked, and how many were queued. Between them, as `used`, the forwards of the experts."""
+    asked, and how many were queued."""
     model = net(nest)
     expected = train(model, torch.optim.AdamW(parameter_groups(model), **sharded.OPTIONS, fused=True), rank)
     model = net(nest)
@@ -123,21 +122,8 @@ def queued(rank: int, arm: str, nest: bool) -> tuple[list[str], list[tuple[str, 
 
     engine.before_read, engine.look_ahead = spy_read, spy_ahead
     optimizer._watch(engine)
-    for layer in model.layers:
-        _tell(layer.experts, lambda: calls.append(("used", 0, 1)))
     wrong = sharded.differences(expected, train(model, optimizer, rank))
     return wrong + streams.order.violations, [call for call in calls if call[2]]
-
-
-def _tell(module: nn.Module, used) -> None:
-    """Call `used` in each forward, where its kernels are launched."""
-    forward = module.forward
-
-    def spy(x):
-        used()
-        return forward(x)
-
-    module.forward = spy
 
 
 def all_queued(rank: int) -> dict[str, tuple[list[str], list[tuple[str, int, int]]]]:
@@ -155,11 +141,8 @@ def test_a_gather_queues_what_it_needs_and_a_nested_group_what_comes_next(world:
             assert wrong == [], name
             reads = [call for call in calls if call[0] == "read"]
             assert all(needed == now for _, needed, now in reads), name
-            before = {first for (first, *_), (second, *_) in pairwise(calls) if second == "leisure"}
-            assert before <= {"used"}, "the device has the group's own work first"
-            queueing = [call for call in calls if call[0] != "used"]
-            others = {kind for kind, *_ in queueing} - {"read"}
+            others = {kind for kind, *_ in calls} - {"read"}
             assert others == {"leisure" if name.endswith("nested") else "ahead"}, name
             # The head, in the root's group, is read first though it is used last; then layer by layer.
             assert max((needed for _, needed, _ in reads), default=0) <= 2, name
-            assert sum(now for kind, _, now in queueing if kind != "read") >= sum(now for *_, now in reads), name
+            assert sum(now for kind, _, now in calls if kind != "read") >= sum(now for *_, now in reads), name

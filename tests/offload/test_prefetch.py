@@ -233,7 +233,7 @@ def test_what_is_there_when_the_backward_ends_is_in_the_books() -> None:
         assert sum(nbytes for begin, end, nbytes in arenas if begin < at <= end) == staged >= ahead > 0
 
 
-def test_step_updates_all_that_is_there_though_its_lead_is_shorter() -> None:
+def test_step_updates_all_that_is_there_and_as_much_of_the_rest_as_ever() -> None:
     streams = Falling(layer=1200)
     updated: list[int] = []
 
@@ -253,9 +253,9 @@ def test_step_updates_all_that_is_there_though_its_lead_is_shorter() -> None:
 
         engine._update, engine.step = spy_update, spy_step
 
-    trainer.run(dataclasses.replace(SMALL, lead=1), streams, watch)
+    trainer.run(dataclasses.replace(SMALL, lead=3), streams, watch)
     assert streams.ahead[:2] == [0, 1024 + 2048], "two chunks"
-    assert updated[0:4:2] == [1, 2]
+    assert updated[0:4:2] == [3, 2 + 3]
 
 
 @pytest.mark.parametrize("out", ["lazy", "eager"])

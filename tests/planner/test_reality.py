@@ -10,7 +10,7 @@ import pytest
 from offbench.arms import ARMS
 from offbench.planner.ideal import policy_ideal
 from offbench.planner.inputs import of_model
-from offbench.planner.reality import CLOSE, LAUNCHES, UNKNOWN, UNSTEADY, Compared, against, waiting
+from offbench.planner.reality import CLOSE, LAUNCHES, SHARED, UNKNOWN, UNSTEADY, Compared, against, waiting
 from offbench.planner.result import Span
 from offbench.planner.simulate import simulate
 from offbench.planner.sources import baseline, compute_of_records, links_of_records, schedule_of
@@ -94,6 +94,18 @@ def test_stream_rows_are_simulated_with_the_staging_they_held_and_peak_where_the
     assert schedule_of(none) == ARMS["none"].schedule(none.spec.arm)
     # `none` copies nothing, so that of the native link gives the times of the emulated row as well.
     assert [row.simulated_s for row in compared(STREAM)] == pytest.approx([1.894, 1.894, 1.936, 2.013], abs=0.001)
+
+
+def test_a_row_of_two_gpus_whose_copies_met_less_than_its_probes_says_so() -> None:
+    records = read_records([RESULTS / "h200-x2-rehearsal.jsonl"]).records
+    (_, overlap, _), _ = against(records)
+    made = "both ways they made 80.8 GiB/s of a GPU and not 62.9, at which it takes 1.074 s"
+    assert overlap.reason == f"{SHARED.removesuffix(' both ways they made')} {made}"
+    unknown = records[1].model_copy(update={"moved": records[1].moved.model_copy(update={"copy_busy_s": None})})
+    assert against([records[0], unknown])[0][1].reason == UNKNOWN
+    alone = records[1].spec.model_copy(update={"mode": records[1].spec.mode.model_copy(update={"nproc": 1})})
+    none = records[0].model_copy(update={"spec": records[0].spec.model_copy(update={"mode": alone.mode})})
+    assert against([none, records[1].model_copy(update={"spec": alone})])[0][1].reason == UNKNOWN
 
 
 def test_a_row_of_an_unsteady_machine_says_so() -> None:
