@@ -133,6 +133,7 @@ def _caption(record: RunRecord) -> dict[str, Any]:
         "window": record.spec.window.model_dump(mode="json"),
         "torch": env.get("torch"),
         "offbench": env.get("offbench"),
+        "commit": env.get("commit"),
         "driver": env.get("driver"),
     }
 
@@ -146,7 +147,6 @@ def _group(records: Sequence[RunRecord]) -> Group:
     rows = [_against(row, _baseline(row, bare), noise) for row in bare]
     dates = sorted({record.started_at[:10] for record in records if record.started_at})
     caption = _caption(records[0]) | {
-        "commits": sorted({str(record.env.get("commit")) for record in records if record.env.get("commit")}),
         "dirty": any(record.env.get("dirty") for record in records),
         "dates": dates,
     }

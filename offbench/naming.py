@@ -63,7 +63,7 @@ def describe(caption: dict[str, Any]) -> list[str]:
         kind = f"rehearsal of {mode['world']}, {ranks}"
     link = f"link {'native' if mode['emulate_link'] is None else gib(mode['emulate_link']) + ' GiB/s emulated'}"
     versions = [f"{name} {caption[name]}" for name in ("torch", "offbench", "driver") if caption.get(name)]
-    commits = [c[:12] for c in caption.get("commits", [])]
+    commit = (caption.get("commit") or "")[:12]
     origin = caption["source"] + (f" in {caption['reference']}" if caption["reference"] else "")
     when = caption.get("dates", [])
     return [
@@ -71,11 +71,7 @@ def describe(caption: dict[str, Any]) -> list[str]:
         _job(caption["job"], mode) if caption["job"] is not None else _workload(w, mode),
         "; ".join(filter(None, [kind, link if mode["device"] == "cuda" else None]))
         + f"; {window['warmup']} warm-up + {window['steps']} measured steps",
-        "; ".join(
-            filter(
-                None, [origin, " to ".join(sorted({*when[:1], *when[-1:]})), ", ".join(versions), ", ".join(commits)]
-            )
-        ),
+        "; ".join(filter(None, [origin, " to ".join(sorted({*when[:1], *when[-1:]})), ", ".join(versions), commit])),
     ]
 
 

@@ -116,7 +116,10 @@ class RunRecord(Row):
     tokens_per_step: int | None = None
     mfu: float | None = None
     """Model FLOPs of the step over step_s x peak bf16 FLOP/s of the device; null for unknown devices."""
+    warmup_steps: list[StepRow] = Field(default_factory=list)
+    """Those before the window, without times; empty in records made before this was kept."""
     steps: list[StepRow] = Field(default_factory=list)
+    """Those of the window."""
     first_step_s: float | None = None
     phases_s: Phases = Phases()
     peak: Peak = Peak()

@@ -15,7 +15,7 @@ class Row(BaseModel):
 
 
 class StepRow(Row):
-    """One step of the measured window; step_s and phases are maxima over ranks."""
+    """One step; step_s, of the measured window only, is the largest of all ranks."""
 
     step_s: float | None = None
     loss: float | None = None

@@ -37,8 +37,8 @@ def notes(records: Sequence[RunRecord], rows: Iterable[Sequence[RunRecord]], cap
     kinds = {record.adamw for record in records if record.status == "ok" and record.adamw}
     if len(kinds) > 1:
         found.append(f"AdamW implementations differ between arms ({', '.join(sorted(kinds))}): not only copies differ")
-    if len(caption["commits"]) > 1 or caption["dirty"]:
-        found.append("rows come from different commits or an uncommitted tree: compare with care")
+    if caption["dirty"]:
+        found.append("rows come from an uncommitted tree: compare with care")
     for members in rows:
         found += _waiting(members)
         found += [note for record in members for note in _loss_notes(record, records)]

@@ -217,6 +217,7 @@ class Figures:
     tok_s: float
     """Tokens of all ranks per second."""
     first_step_s: float
+    warmup_steps: list[StepRow]
     steps: list[StepRow]
     phases_s: Phases
     peak: Peak
@@ -240,7 +241,8 @@ def gather(results: Sequence[RankResult], tokens_per_step: int) -> Figures:
         tail_s=max(result.tail_s for result in results),
         tok_s=tokens_per_step / step_s,
         first_step_s=max(result.first_step_s for result in results),
-        steps=[_step_row(results, i, seconds) for i, seconds in enumerate(per_step)],
+        warmup_steps=[_step_row(results, i, None) for i in range(results[0].warmup)],
+        steps=[_step_row(results, results[0].warmup + i, seconds) for i, seconds in enumerate(per_step)],
         phases_s=Phases(
             **{phase: largest(r.phase_s.get(phase) for r in results) for phase in Phases.model_fields}
             | {"host_in_step": largest(r.host_in_step_s for r in results)}
@@ -249,8 +251,9 @@ def gather(results: Sequence[RankResult], tokens_per_step: int) -> Figures:
     )
 
 
-def _step_row(results: Sequence[RankResult], index: int, seconds: float) -> StepRow:
-    of_rank = [result.scalars[result.warmup + index] for result in results]
+def _step_row(results: Sequence[RankResult], index: int, seconds: float | None) -> StepRow:
+    """The step of that index, warm-up counted."""
+    of_rank = [result.scalars[index] for result in results]
     losses = [scalars.loss for scalars in of_rank if scalars.loss is not None]
     return StepRow(
         step_s=seconds,

@@ -63,6 +63,10 @@ def test_every_check_of_a_launch_holds(records: dict[str, dict[str, Any]]) -> No
         assert record["env"]["affinity_joined"] == record["env"]["affinity_after"] == record["env"]["affinity"]
         assert not any("rank" in warning for warning in record["warnings"])
         assert len(record["steps"]) == 2
+        (first,) = record["warmup_steps"]
+        assert first["step_s"] is None
+        assert first["loss"] > record["steps"][-1]["loss"] > 0
+        assert first["grad_norm"] > 0
         assert record["tok_s"] * record["step_s"] == pytest.approx(record["tokens_per_step"])
         assert record["env"]["torch"]
         assert record["spec"]["arm"]["fsdp_copies"] == "stock", "no GPU, no copy engine"
@@ -71,7 +75,8 @@ def test_every_check_of_a_launch_holds(records: dict[str, dict[str, Any]]) -> No
 
 def test_arms_train_the_same_bit_for_bit(records: dict[str, dict[str, Any]]) -> None:
     def course(name: str) -> list[object]:
-        steps = [(step["loss"], step["grad_norm"], step["clip_factor"]) for step in records[name]["steps"]]
+        trained = records[name]["warmup_steps"] + records[name]["steps"]
+        steps = [(step["loss"], step["grad_norm"], step["clip_factor"]) for step in trained]
         return [*steps, records[name]["params_checksum"]]
 
     assert course("none") == course("chunked") == course("overlap")

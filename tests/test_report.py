@@ -219,10 +219,17 @@ def test_losses_are_held_to_the_spread_of_equal_launches() -> None:
     assert len(only([*exact, launch("main", 12.0 + 1e-4)]).notes) == 1
 
 
-def test_mixed_commits_are_pointed_out() -> None:
+def test_commits_are_versions_that_share_no_table() -> None:
     one, two = (record(spec(a), env={**ENV, "commit": c, "dirty": False}) for a, c in (("none", "aa"), ("main", "bb")))
-    assert only([one]).notes == []
-    assert only([one, two]).notes == ["rows come from different commits or an uncommitted tree: compare with care"]
+    assert [group.rows[0].arm for group in compare([one, two])] == ["none", "main"]
+    assert compare([one, two])[1].rows[0].x_none is None
+    assert only([one, two.model_copy(update={"env": one.env})]).rows[1].x_none is not None
+
+
+def test_an_uncommitted_tree_is_pointed_out() -> None:
+    clean, dirty = (record(spec("none"), env={**ENV, "commit": "aa", "dirty": dirty}) for dirty in (False, True))
+    assert only([clean]).notes == []
+    assert only([dirty]).notes == ["rows come from an uncommitted tree: compare with care"]
 
 
 def test_names_say_what_differs_from_the_default() -> None:

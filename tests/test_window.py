@@ -204,6 +204,7 @@ def test_gather_takes_the_slowest_rank() -> None:
     assert figures.tok_s == 400.0
     assert figures.first_step_s == 12.0
     assert [row.loss for row in figures.steps] == [6.0, 7.0]
+    assert [(row.step_s, row.loss, row.clip_factor) for row in figures.warmup_steps] == [(None, 5.0, 1.0)]
     assert figures.steps[0].grad_norm == 1.0
     assert (figures.phases_s.forward, figures.phases_s.backward, figures.phases_s.clip) == (3.0, 2.0, None)
     assert figures.phases_s.host_in_step == 0.25
