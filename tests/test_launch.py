@@ -65,7 +65,7 @@ def test_every_check_of_a_launch_holds(records: dict[str, dict[str, Any]]) -> No
         assert len(record["steps"]) == 2
         (first,) = record["warmup_steps"]
         assert first["step_s"] is None
-        assert first["loss"] > record["steps"][-1]["loss"] > 0
+        assert 0 < first["loss"] != record["steps"][0]["loss"], "another batch"
         assert first["grad_norm"] > 0
         assert record["tok_s"] * record["step_s"] == pytest.approx(record["tokens_per_step"])
         assert record["env"]["torch"]

@@ -197,7 +197,7 @@ def test_ideal_steps_with_resident_state_are_the_published_ones(kept_gib: int, s
     layout, nbytes = equal_chunks(28.4 * GIB, 33), kept_gib * GIB
     eager = replace(schedule("overlap", lead=33), resident_bytes=nbytes)
     assert simulate(eager, layout, SEED, SEED_LINKS, ideal=True).step_s == pytest.approx(step_s, rel=0.02)
-    # Resident chunks count in `lead`: a small one starts the copies of the others late.
+    # A small lead starts the copies of the others late.
     late = replace(eager, lead=1)
     assert simulate(late, layout, SEED, SEED_LINKS, ideal=True).step_s > step_s
 
