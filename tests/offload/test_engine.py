@@ -49,44 +49,12 @@ SCHEDULES = {
     "main, two resident": Schedule(
         "main", offloaded=True, chunk_bytes=trainer.CAP, resident_bytes=5000, slots=None, copy_streams=False
     ),
-    "stream": Schedule(
-        "stream", offloaded=True, chunk_bytes=trainer.CAP, deferred=True, write_back="backward", lead=3, ahead=2
-    ),
-    "stream, two resident": Schedule(
-        "stream",
-        offloaded=True,
-        chunk_bytes=trainer.CAP,
-        resident_bytes=5000,
-        deferred=True,
-        write_back="backward",
-        lead=1,
-        ahead=0,
-    ),
-    "stream, no growth": Schedule(
-        "stream", offloaded=True, chunk_bytes=trainer.CAP, deferred=True, write_back="backward", loss_bytes=0, lead=99
-    ),
-    "stream, room for all": Schedule(
-        "stream",
-        offloaded=True,
-        chunk_bytes=trainer.CAP,
-        deferred=True,
-        write_back="backward",
-        staging_bytes=1 << 20,
-        lead=99,
-    ),
-    "stream, ahead of step()": Schedule(
-        "stream", offloaded=True, chunk_bytes=trainer.CAP, deferred=True, write_back="backward", lead=1, ahead=1
-    ),
-    "stream, ahead of step(), one resident": Schedule(
-        "stream",
-        offloaded=True,
-        chunk_bytes=trainer.CAP,
-        resident_bytes=2048,
-        deferred=True,
-        write_back="backward",
-        lead=1,
-        ahead=0,
-    ),
+    "stream": trainer.stream(lead=3, ahead=2),
+    "stream, two resident": trainer.stream(resident_bytes=5000, lead=1, ahead=0),
+    "stream, no growth": trainer.stream(loss_bytes=0, lead=99),
+    "stream, room for all": trainer.stream(staging_bytes=1 << 20, lead=99),
+    "stream, ahead of step()": trainer.stream(lead=1, ahead=1),
+    "stream, ahead of step(), one resident": trainer.stream(resident_bytes=2048, lead=1, ahead=0),
     "zerocopy": Schedule(
         "zerocopy", offloaded=True, chunk_bytes=trainer.CAP, deferred=True, update="host_memory", lead=3, ahead=1
     ),

@@ -27,6 +27,7 @@ from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged, segments
 from offbench.offload.streams import DeviceStreams, Why
 from tests.offload import sharded, trainer
+from tests.offload.trainer import stream
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -126,12 +127,6 @@ def test_large_moments_are_staged_apart_and_small_ones_together() -> None:
     )
     assert parts.bytes(2048, 4096).unique().tolist() == [0]
     assert parts.bytes(6144, 4096).unique().tolist() == [1]
-
-
-def stream(**options: object) -> Schedule:
-    return Schedule(
-        "stream", offloaded=True, chunk_bytes=trainer.CAP, deferred=True, write_back="backward", lead=99, **options
-    )
 
 
 def directions(schedule: Schedule) -> list[list[str]]:

@@ -23,6 +23,19 @@ CAP = 2048
 """Bytes: one or two parameters a chunk, so that slots are taken over several times a step."""
 
 
+def stream(lead: int = 99, **options: object) -> Schedule:
+    """Arm stream's, in such chunks."""
+    return Schedule(
+        "stream",
+        offloaded=True,
+        chunk_bytes=CAP,
+        deferred=True,
+        write_back="backward",
+        lead=lead,
+        **options,  # type: ignore[arg-type]
+    )
+
+
 @dataclass
 class Result:
     """Where a run ended."""
