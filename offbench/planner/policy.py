@@ -12,8 +12,8 @@ from offbench.offload.schedule import Schedule
 
 @dataclass(frozen=True)
 class Policy(Schedule):
-    """A Schedule, and prefetch. Without it it is that Schedule, which is how every arm is simulated: stream, too, though
-    it prefetches where activations make the peak.
+    """A Schedule, and prefetch. Without it it is that Schedule, which is how every arm is simulated: stream, too,
+    though it prefetches where activations make the peak.
 
     `staging_bytes` beside prefetch is the staged state allowed when backward ends, `write_back` backward leaves
     everything that memory does not demand to the next backward, and `loss_bytes` is what the forward may leave.
