@@ -44,12 +44,17 @@ def alone(request: pytest.FixtureRequest) -> Iterator[Alone]:
     process.close()
 
 
-def stressed(device: torch.device, steps: int) -> dict[str, str | None]:
-    """First difference to torch's AdamW by variant and pressure: every variant again in a device almost full."""
+def empty(device: torch.device) -> None:
+    """Give back what earlier runs in this process left in the allocator: it is no part of the next one's memory."""
+    gc.collect()
     if device.type == "cuda":
-        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def stressed(device: torch.device, steps: int) -> dict[str, str | None]:
+    """First difference to torch's AdamW by variant and pressure: every variant again in a device almost full."""
+    empty(device)
     trainee = build(FEWER, 0, device)
     reference = plain(trainee)
     steps_of(trainee, reference, device, range(steps))
@@ -86,6 +91,8 @@ def test_delays_and_churned_memory_change_no_bit(alone: Alone) -> None:
 def held(device: torch.device, warmup: int, steps: int) -> dict[str, list[int]]:
     found = {}
     for seed, variant in enumerate(variants([])):
+        trainee = optimizer = None  # the last one's
+        empty(device)
         trainee = build(CASE, 0, device)
         optimizer = offloaded(trainee, variant, device, seed)
         steps_of(trainee, optimizer, device, range(warmup))
