@@ -114,6 +114,7 @@ class FlowEngine(Engine):
         most = BURST_AT_LEISURE if at_leisure else BURST
         self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
         self._return_state(BURST_BACK)
+        self._return_lent()
         self._return_arena()
         self.prefetch.shrink()
         while self._step is not None and self._step.arrived and self._allowance.is_crowded():
@@ -165,16 +166,21 @@ class FlowEngine(Engine):
             self._keep_staged(step, chunk, place)
 
     def _return_arena(self) -> None:
-        """Give back what of a retired arena, and of state that was here before step(), is written back by now; where
-        the forward needs that memory, it waits for it."""
+        """Give back what of a retired arena is written back by now."""
         step = self._step
         if step is None or step.arrived:
             return
-        crowded = bool(step.lent) and self._allowance.is_crowded()
-        for extent in [one for one in (*step.lent, *step.arena) if one.closed and one.idle]:
-            if crowded or self._extents.passed(extent):
+        for extent in [one for one in step.arena if one.closed and one.idle and self._extents.passed(one)]:
+            self._give_back(extent)
+
+    def _return_lent(self) -> None:
+        """Give back what of the state that was here before step() is written back by now. Activations lent its memory:
+        a forward that needs it waits for it."""
+        if self._step is None:
+            return
+        for extent in [one for one in self._step.lent if one.idle]:
+            if self._extents.passed(extent) or self._allowance.loan_is_due(self._step):
                 self._give_back(extent)
-                crowded = crowded and self._allowance.is_crowded()
 
     def _waiting(self) -> Sequence[Work]:
         return self._step.waiting if self._step is not None else ()
@@ -293,6 +299,7 @@ class FlowEngine(Engine):
             compute.wait(event, Why.WRITTEN_BACK)
         self.ledger.held(extent.nbytes, extent.begin, compute.record())
         self._streams.release([extent.memory], used_by=())
-        for held in (self._step.arena, self._step.lent) if self._step is not None else ():
+        step = self._step
+        for held in (step.arena, step.lent, step.arrived) if step is not None else ():
             if extent in held:
                 held.remove(extent)

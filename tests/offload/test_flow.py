@@ -214,6 +214,8 @@ class Counted(DeviceStreams):
         """What may be staged at the loss, after each step."""
         self.staged: list[int] = []
         """What was staged there, in each step."""
+        self.lent: list[int] = []
+        """Of that, in memory that state found here before step()."""
         self.arenas: list[list[int]] = []
         """In each step, what was left of the arena at each gather of the forward."""
         self.ahead: list[int] = []
@@ -241,6 +243,7 @@ class Counted(DeviceStreams):
         def before_backward(chunks) -> None:
             if not self._backward:
                 self.staged.append(engine._extents.nbytes)
+                self.lent.append(sum(extent.nbytes for extent in engine._step.lent) if engine._step is not None else 0)
             backward(chunks)
             self._backward += part
             self._note()

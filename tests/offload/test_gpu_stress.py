@@ -69,6 +69,8 @@ def stressed(device: torch.device, steps: int) -> dict[str, str | None]:
             torch.cuda.empty_cache()
             torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info()[1])
         for seed, variant in enumerate(variants([])):
+            trainee = optimizer = None  # the last one's, also where only the collector finds it
+            gc.collect()
             trainee = build(FEWER, 0, device)
             Disturbance(device, seed, budget).settle_in(trainee.model)
             optimizer = offloaded(trainee, variant, device, seed)

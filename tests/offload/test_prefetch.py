@@ -20,6 +20,7 @@ from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.copies import Copier
 from offbench.offload.engine import Engine
+from offbench.offload.extents import Extents
 from offbench.offload.flow import FlowEngine
 from offbench.offload.hoststore import HostStore
 from offbench.offload.streams import DeviceStreams, Why
@@ -56,6 +57,19 @@ def test_state_moves_in_early_only_where_activations_leave_room_for_it(many: int
     assert max(streams.held) <= PARAMETERS + max(many, activations) + engine._allowance.arena_bytes
     assert books(engine) == (6 * 24 * 1024, 6 * 24 * 1024)
     assert engine.ledger.dropped_bytes == 0
+
+
+@pytest.mark.parametrize("activations", [9000, 20000])
+def test_the_loss_finds_no_state_that_was_there_before_step(
+    many: int, activations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the host is ahead of the device: memory is handed out when a kernel is queued, not when it runs."""
+    monkeypatch.setattr(Extents, "passed", staticmethod(lambda extent: False))
+    streams, engine = lengths([activations] * 6)
+    assert all(streams.ahead[1:])
+    assert not any(streams.lent)
+    assert max(streams.held) <= PARAMETERS + max(many, activations) + engine._allowance.arena_bytes + many // 12
+    assert books(engine) == (6 * 24 * 1024, 6 * 24 * 1024)
 
 
 def test_after_a_long_batch_short_ones_leave_more_room(many: int) -> None:
