@@ -21,6 +21,7 @@ class TrafficLog:
         self._ledger = optimizer.ledger or Ledger()
         self._ledger.keep = True
         self._before = (self._ledger.step, self._ledger.in_bytes, self._ledger.out_bytes)
+        self._moved_in = self._ledger.in_bytes - self._ledger.out_bytes
         self._device = device
         self._notes: list[tuple[int, Stamp, dict[str, int], dict[str, int]]] = []
 
@@ -62,15 +63,20 @@ class TrafficLog:
         )
 
     def state_at(self, moments: Sequence[Stamp]) -> int | None:
-        """Largest bytes of optimizer state and its staging on the device at any of the moments; None on the CPU."""
+        """Largest bytes of optimizer state on the device at any of the moments: what stays there, and what had arrived
+        and had not left again. None on the CPU. Staging memory that state has not reached yet holds none."""
         if self._device.torch_device.type == "cpu":
             return None
         resident = self._optimizer.where().get("device", 0)
-        held = [sum(a.nbytes for a in self._ledger.arenas if self._holds(a, moment)) for moment in moments]
-        return resident + max(held, default=0)
+        return resident + max((self._arrived(moment) for moment in moments), default=0)
 
-    def _holds(self, arena: ArenaEntry, moment: Stamp) -> bool:
-        return _seconds(arena.begin, moment.event) >= 0 and _seconds(moment.event, arena.end) > 0
+    def _arrived(self, moment: Stamp) -> int:
+        """Copies from before the log began were over by its first moment: their streams run in order."""
+        ended = {"in": 0, "out": 0}
+        for entry in self._ledger.copies:
+            if _seconds(entry.end, moment.event) >= 0:
+                ended[entry.direction] += entry.nbytes
+        return max(0, self._moved_in + ended["in"] - ended["out"])
 
     def _completed(self, which: Literal["in", "out"], index: int) -> int:
         """Bytes whose copy had ended when the compute stream reached the noted boundary."""

@@ -94,11 +94,16 @@ def test_the_union_of_spans() -> None:
     assert union([], 0, 1) == 0
 
 
-def test_staging_counts_as_state_while_it_is_held(log: TrafficLog) -> None:
-    assert log.state_at([stamp(160), stamp(190)]) == 0
-    assert log.state_at([stamp(190), stamp(240)]) == 20
+def test_state_is_there_once_its_copy_in_has_ended_until_its_copy_out_has(log: TrafficLog) -> None:
+    # in at 105, 130, 205, 230, 305, 330; out at 120, 150, 220, 250, 320, 350
+    assert [log.state_at([stamp(ms)]) for ms in (104, 110, 125, 140, 190, 240)] == [0, 10, 0, 10, 0, 10]
+    assert log.state_at([stamp(190), stamp(240)]) == 10
     log._optimizer.resident = 7  # type: ignore[attr-defined]
     assert log.state_at([stamp(190)]) == 7
+    ledger: Any = Ledger()
+    ledger.copied("in", 10, None, At(50))
+    late = TrafficLog(FakeOptimizer(ledger, 20), FakeDevice())  # type: ignore[arg-type]
+    assert late.state_at([stamp(100)]) == 10, "it came before the log began"
 
 
 def test_an_arm_that_leaves_copies_for_later_shows_it() -> None:

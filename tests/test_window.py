@@ -244,6 +244,8 @@ def test_window_that_saw_all_its_copies_is_valid() -> None:
     assert window_valid([replace(WAY, completed_at_end=400 - CHUNK)], 3, CHUNK) is None
     assert window_valid([replace(WAY, completed_at_end=400 + CHUNK)], 3, CHUNK) is None
     assert window_valid([replace(WAY, in_flight_at_end=0)], 3, CHUNK) is None
+    assert window_valid([replace(WAY, in_flight_at_end=5, completed_at_end=400 + CHUNK + 15)], 3, CHUNK) is None
+    assert window_valid([replace(WAY, in_flight_at_end=5, completed_at_end=401 + CHUNK + 15)], 3, CHUNK) is not None
     assert window_valid([replace(WAY, in_flight_at_end=30)], 3, CHUNK, in_flight_slack=10) is None
     assert window_valid([], 3, CHUNK) is None, "an arm that moves nothing"
 

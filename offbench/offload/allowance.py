@@ -28,7 +28,9 @@ class Allowance:
         self._headroom = Headroom()
         self._kept_bytes = 0
         self.ahead_bytes = 0
-        """State that is here before its step(), in memory that is no part of the extents (`prefetch`)."""
+        """State that is here before its step(), in memory that activations lent (`prefetch`)."""
+        self.early_bytes = 0
+        """The same in memory that will be part of the arena. Both are no part of the extents before step()."""
         self._asked: int | None = None
         """At the loss, as the schedule has it."""
         self.at_loss: int | None = None
@@ -60,11 +62,12 @@ class Allowance:
         if self.at_loss is not None and not self.arena_retires:
             self.arena_bytes = min(self.arena_bytes, max(self.at_loss, self.least_bytes))
 
-    def arena(self, less: int) -> list[int]:
-        """Sizes of the pieces of this step's arena: `less` bytes are left out, as far as two neighbours find room."""
-        left = max(self.arena_bytes - less, min(self.arena_bytes, self.least_bytes))
+    def arena(self, there: int, lent: int) -> list[int]:
+        """Sizes of the pieces that this step's arena lacks: `there` bytes of it are there; state in `lent` bytes
+        beside it makes it as much smaller as two neighbours allow."""
+        left = max(self.arena_bytes - lent, min(self.arena_bytes, self.least_bytes)) - there
         whole = max(0, left // self._piece_bytes - 1)
-        return [self._piece_bytes] * whole + [left - whole * self._piece_bytes] if left else []
+        return [self._piece_bytes] * whole + [left - whole * self._piece_bytes] if left > 0 else []
 
     def backward(self) -> None:
         """A module's backward is about to begin."""
@@ -123,7 +126,7 @@ class Allowance:
     @property
     def staged_bytes(self) -> int:
         """All staging memory there is."""
-        return self._extents.nbytes + self.ahead_bytes
+        return self._extents.nbytes + self.ahead_bytes + self.early_bytes
 
     def _own_bytes(self) -> int | None:
         """What the workload itself has on the device; None where nobody counts."""

@@ -97,8 +97,10 @@ class FlowEngine(Engine):
             return
         self._count_step()
         self._allowance.step()
-        lent = [place.ranges[0].extent for place, _ in moved.values()]
-        arena = [self._add_extent(nbytes) for nbytes in self._allowance.arena(less=self._extents.nbytes)]
+        lent = [extent for extent in self._extents.all if extent.closed]
+        arena = [extent for extent in self._extents.all if not extent.closed]
+        there, borrowed = (sum(extent.nbytes for extent in extents) for extents in (arena, lent))
+        arena += [self._add_extent(nbytes) for nbytes in self._allowance.arena(there, borrowed)]
         ready = self._streams.compute().record()
         self.prefetch.stepped(moving, [work.chunk for work in works])
         to_move = deque(chunk for chunk in moving if chunk.index not in moved)
@@ -107,7 +109,7 @@ class FlowEngine(Engine):
         self._step = FlowStep(deque(works), to_move, gradients, total, arena, lent, moved=dict(moved))
         self._streams.side("update").wait(ready, Why.GRADIENTS_READY)
         self._move_ahead(self._step)
-        self._queue(self._lead(works, there=moved))
+        self._queue(self._lead(works, there={chunk for chunk, (place, _) in moved.items() if place.closed}))
 
     def look_ahead(self, at_leisure: bool = False) -> None:
         """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""
@@ -132,8 +134,10 @@ class FlowEngine(Engine):
         self.prefetch.backward()
 
     def after_backward(self) -> None:
-        """All gradients are there."""
+        """All gradients are there. What the last step holds goes back first: the next one's arena takes its place."""
         self._allowance.backward_ends()
+        if self.prefetch.is_due:
+            self._finish()
         self.prefetch.backward(ended=True)
 
     def drain(self) -> None:

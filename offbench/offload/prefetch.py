@@ -1,7 +1,8 @@
-"""State that moves in during the backward, into memory that activations have left: prefetch.
+"""State that moves in before step(): during the backward, into memory that activations have left, and after it.
 
 Where activations make the peak, memory is free from early in the backward on. The first chunks that the next step()
-will update move in there, so that they are on the GPU when it begins.
+will update move in there, so that they are on the GPU when it begins. The arena that step() would take is free as soon
+as the backward ends: the next chunks move in there while gradients are clipped, so that the link is busy from then on.
 
 It is a copy made early: until step() takes it, the host's bytes are what counts. Whatever may change them (a drain
 and what follows it), and a chunk that gets no gradient, drops the copy, and nothing is written back. With gradient
@@ -11,6 +12,7 @@ previous step(): after an earlier one activations come once more. If they do all
 Note [Who waits for whom]
     in       compute             the memory is compute-stream memory                           ARENA_READY
     in       out                 the previous step may still be writing these host bytes       HOST_CURRENT
+             (in the backward; after it compute has waited for that, and hands over the arena)
     compute  in                  memory of a dropped copy returns when nothing is written into it  WRITTEN_BACK
 """
 
@@ -41,17 +43,20 @@ class Ahead(NamedTuple):
     """Passed when compute has handed the memory over."""
     loaded: Event
     state: Staged
+    is_lent: bool
+    """Activations want the memory back; else it is part of the arena."""
 
 
 def taken_over(found: Sequence[Ahead], extents: Extents) -> dict[int, tuple[Place, Event]]:
-    """By chunk, where its state is and the event behind it, with its memory among the extents. That was free for the
-    time of the backward only, so it is closed: it goes back as soon as the state is updated and written back."""
+    """By chunk, where its state is and the event behind it, with its memory among the extents. What was lent is
+    closed: it goes back as soon as the state is updated and written back."""
     places = {}
-    for chunk, memory, begin, loaded, state in found:
+    for chunk, memory, begin, loaded, state, is_lent in found:
         extent = extents.add(memory, Why.ARENA_READY, begin)
         ranges = extents.take([chunk.nbytes])
         assert ranges is not None
-        extents.close(extent)
+        if is_lent:
+            extents.close(extent)
         places[chunk.index] = (Place(ranges, state), loaded)
     return places
 
@@ -81,17 +86,21 @@ class Prefetch:
     def backward(self, ended: bool = False) -> None:
         """A module's backward is about to begin, or all of it has `ended`: move in what there is room for. Everything
         that the previous step writes back must be queued."""
-        if self._passes + 1 == self._usual and (waiting := self._candidates[len(self._held) :]):
+        if self.is_due and (waiting := self._candidates[len(self._held) :]):
             room = self._allowance.ahead_of_step()
             if room >= waiting[0].nbytes:  # else gradients need not be looked at
                 room -= 0 if ended else self._coming()
-            for chunk in waiting:
-                if chunk.nbytes > room or not self._begin(chunk):
-                    break
-                room -= chunk.nbytes
+            self._fill(room, is_lent=True)
+            if ended:
+                self._fill(self._allowance.arena_bytes, is_lent=False)
             self._engine.staging_peak = max(self._engine.staging_peak, self._allowance.staged_bytes)
         if ended:
             self._passes += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the present backward is taken to be the last one before step()."""
+        return self._passes + 1 == self._usual
 
     def take(self, moving: Sequence[Chunk]) -> list[Ahead]:
         """step() is about to move these chunks: those of them whose state is here already; the rest is dropped."""
@@ -101,7 +110,7 @@ class Prefetch:
             if one.chunk.index not in wanted:
                 self._drop(one)
         self._held = []
-        self._allowance.ahead_bytes = 0
+        self._allowance.ahead_bytes = self._allowance.early_bytes = 0
         return taken
 
     def stepped(self, moving: Sequence[Chunk], updated: Sequence[Chunk]) -> None:
@@ -136,7 +145,13 @@ class Prefetch:
         self._missing = {chunk: nbytes for chunk, nbytes in self._missing.items() if not there(chunk)}
         return sum(self._missing.values())
 
-    def _begin(self, chunk: Chunk) -> bool:
+    def _fill(self, room: int, is_lent: bool) -> None:
+        for chunk in self._candidates[len(self._held) :]:
+            if chunk.nbytes > room or not self._begin(chunk, is_lent):
+                return
+            room -= chunk.nbytes
+
+    def _begin(self, chunk: Chunk, is_lent: bool) -> bool:
         try:
             memory = self._streams.allocate(chunk.nbytes)
         except torch.OutOfMemoryError:
@@ -144,9 +159,16 @@ class Prefetch:
             return False
         begin = self._streams.compute().record()
         state = Staged.whole(memory)
-        self._held.append(Ahead(chunk, memory, begin, self._engine.move_in_early(chunk, state, begin), state))
-        self._allowance.ahead_bytes += chunk.nbytes
+        loaded = self._engine.move_in_early(chunk, state, begin, is_finished=not is_lent)
+        self._held.append(Ahead(chunk, memory, begin, loaded, state, is_lent))
+        self._account(self._held[-1], chunk.nbytes)
         return True
+
+    def _account(self, one: Ahead, nbytes: int) -> None:
+        if one.is_lent:
+            self._allowance.ahead_bytes += nbytes
+        else:
+            self._allowance.early_bytes += nbytes
 
     def _drop(self, one: Ahead) -> None:
         compute = self._streams.compute()
@@ -154,4 +176,4 @@ class Prefetch:
         self._engine.ledger.dropped(one.chunk.nbytes, one.loaded)
         self._engine.ledger.held(one.chunk.nbytes, one.begin, compute.record())
         self._streams.release([one.memory], used_by=())
-        self._allowance.ahead_bytes -= one.chunk.nbytes
+        self._account(one, -one.chunk.nbytes)

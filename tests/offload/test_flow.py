@@ -134,18 +134,19 @@ def directions(schedule: Schedule) -> list[list[str]]:
     steps: list[list[str]] = []
 
     def watch(engine) -> None:
-        copy, step = engine._copy, engine.step
+        copy, finish = engine._copy, engine._finish
 
         def spy_copy(at, direction, pairs):
             steps[-1].append(direction)
             return copy(at, direction, pairs)
 
-        def spy_step(works):
-            engine._finish()
-            steps.append([])
-            step(works)
+        def spy_finish():
+            is_next = not steps or engine._step is not None
+            finish()
+            if is_next:
+                steps.append([])
 
-        engine._copy, engine.step = spy_copy, spy_step
+        engine._copy, engine._finish = spy_copy, spy_finish
 
     trainer.run(schedule, AdversarialStreams(), watch)
     return steps
@@ -219,7 +220,9 @@ class Counted(DeviceStreams):
         self.arenas: list[list[int]] = []
         """In each step, what was left of the arena at each gather of the forward."""
         self.ahead: list[int] = []
-        """What was there when each step() began."""
+        """What was there when each step() began, in memory that activations lent."""
+        self.early: list[int] = []
+        """The same in memory of the arena."""
         self._forward = self._backward = 0.0
         self._passes = 0
         self._kept = 0
@@ -256,6 +259,7 @@ class Counted(DeviceStreams):
 
         def spy_step(works) -> None:
             self.ahead.append(engine._allowance.ahead_bytes)
+            self.early.append(engine._allowance.early_bytes)
             self.arenas.append([])
             step(works)
             self.limits.append(engine._allowance.at_loss)

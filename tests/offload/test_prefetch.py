@@ -80,6 +80,26 @@ def test_after_a_long_batch_short_ones_leave_more_room(many: int) -> None:
         assert held <= most + engine._allowance.arena_bytes + many // 12, f"step {step}"
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_arena_fills_when_the_last_backward_ends(many: int, passes: int) -> None:
+    """While gradients are clipped; step() takes the rest of the arena and no more."""
+    streams, engine = lengths([1000] * 6, staging=4500, passes=[passes] * 6)
+    assert streams.early == [0] + [4 * 1024] * 5
+    assert [chunks[0] for chunks in streams.arenas[:-1]] == [4500] * 5
+    assert max(streams.held) <= PARAMETERS + many + (passes - 1) * 1000 + 4500 + many // 12
+    assert engine.ledger.dropped_bytes == 0, "nobody drains between a backward and its step()"
+    assert books(engine) == (6 * 24 * 1024, 6 * 24 * 1024)
+
+
+def test_an_arena_filled_for_nothing_is_given_back(many: int) -> None:
+    """The second step is taken to have one pass, as the first; there it has two, and later ones have two again."""
+    streams, engine = lengths([1000] * 6, staging=4500, passes=[1, 2, 2, 1, 2, 2])
+    assert streams.early == [0, 0, 4 * 1024, 0, 0, 4 * 1024]
+    assert max(streams.held) <= PARAMETERS + many + 1000 + 4500 + many // 12
+    assert engine.ledger.dropped_bytes == 2 * 4 * 1024
+    assert books(engine) == (6 * 24 * 1024, 6 * 24 * 1024)
+
+
 def test_with_gradient_accumulation_only_the_last_backward_moves_state_in(many: int) -> None:
     streams, engine = lengths([4000] * 6, passes=[3] * 6)
     assert streams.ahead[0] == 0
@@ -99,20 +119,25 @@ def test_a_pass_that_was_not_expected_gets_its_memory(many: int) -> None:
     assert books(engine) == (6 * 24 * 1024, 6 * 24 * 1024)
 
 
-@pytest.mark.parametrize(("call", "why"), [("_begin", Why.ARENA_READY), ("_begin", Why.HOST_CURRENT)])
-def test_each_wait_of_a_copy_made_early_is_needed(call: str, why: Why) -> None:
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(Falling, Why.ARENA_READY), (Falling, Why.HOST_CURRENT), (AdversarialStreams, Why.ARENA_READY)],
+    ids=["lent", "host", "arena"],
+)
+def test_each_wait_of_a_copy_made_early_is_needed(kind: type[AdversarialStreams], why: Why) -> None:
     """Only where the copy is queued: step() makes waits for the same reasons."""
     results = []
     for paces in PACES:
-        streams = Falling(paces)
+        streams = kind(paces)
 
-        def watch(engine: Any, streams: Falling = streams) -> None:
-            streams.watch(engine)
+        def watch(engine: Any, streams: AdversarialStreams = streams) -> None:
+            if isinstance(streams, Falling):
+                streams.watch(engine)
             begin = engine.prefetch._begin
 
-            def spy(chunk: Any) -> bool:
+            def spy(*args: Any) -> bool:
                 streams.drop = why
-                found = begin(chunk)
+                found = begin(*args)
                 streams.drop = None
                 return found
 
@@ -248,7 +273,7 @@ def test_what_is_there_when_the_backward_ends_is_in_the_books() -> None:
 
 
 def test_step_updates_all_that_is_there_and_as_much_of_the_rest_as_ever() -> None:
-    streams = Falling(layer=1200)
+    streams = Falling(layer=600)
     updated: list[int] = []
 
     def watch(engine: Any) -> None:
@@ -333,9 +358,9 @@ def test_where_the_allocator_has_no_memory_in_one_piece_it_is_not_asked_again() 
             asked.append(nbytes)
             raise torch.OutOfMemoryError
 
-        def spy(chunk: Any) -> bool:
+        def spy(*args: Any) -> bool:
             streams.allocate = refuse  # type: ignore[method-assign]
-            found = begin(chunk)
+            found = begin(*args)
             streams.allocate = allocate  # type: ignore[method-assign]
             return found
 
