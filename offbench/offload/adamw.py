@@ -21,6 +21,7 @@ from offbench.offload import fsdp
 from offbench.offload.budget import leading, relocate
 from offbench.offload.chunks import Chunk, plan_chunks
 from offbench.offload.copies import Ledger
+from offbench.offload.counters import StepCounters
 from offbench.offload.deferral import deferrable, in_gather_order
 from offbench.offload.engine import Engine
 from offbench.offload.engines import engine_for
@@ -95,6 +96,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._resident: dict[int, torch.Tensor] = {}
         """State that stays on the device, by chunk: all of it, or what `schedule.resident_bytes` allows."""
         self._updates: list[ChunkUpdates] = []
+        self._counters = StepCounters()
         self._engine: Engine | None = None
         self._finalizer: weakref.finalize[[Engine, fsdp.ReadGuard], OffloadedAdamW] | None = None
         self._debug = debug
@@ -131,9 +133,10 @@ class OffloadedAdamW(torch.optim.AdamW):
             for (p, group), step, offsets in zip(parameters, counters.unbind(), moments, strict=True)
         ]
         states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        steps = iter(self._counters.make(len(members)))
         for chunk, home in zip(new, homes, strict=True):
             mine, members = members[: len(chunk.members)], members[len(chunk.members) :]
-            states |= {p: {"step": torch.tensor(0.0), **found} for p, found in moments_in(home, mine).items()}
+            states |= {p: {"step": next(steps), **found} for p, found in moments_in(home, mine).items()}
             self._updates.append(ChunkUpdates(chunk, mine, self.implementation))
         self.state.update((parameter, states[parameter]) for parameter in given)
         self._laid_out.update(given)
@@ -196,8 +199,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         else:
             for work in works:
                 work.update(Staged.whole(self._resident[work.chunk.index]))
-        if counters:  # no kernel reads these: the device's work is queued first
-            torch._foreach_add_(counters, 1)
+        self._counters.count(counters)  # no kernel reads these: the device's work is queued first
 
     def _in_place(self, chunk: Chunk) -> bool:
         """Whether a kernel of ours updates this chunk in host memory; on the CPU torch's does."""

@@ -116,8 +116,7 @@ class Allowance:
         return own is not None and own + self.staged_bytes > most
 
     def loan_is_due(self, step: FlowStep) -> bool:
-        """Whether all staging but the arena no longer fits under what any layer but the loss's ever began with. The
-        loss comes after a forward's last read, where nothing more can be given back: so it finds no loan."""
+        """Whether all staging but the arena no longer fits under what any layer but the loss's ever began with."""
         own, falling = self._own_bytes(), self._headroom.falling
         if own is None or falling is None:
             return False

@@ -28,7 +28,10 @@ class Cuts:
         self._plans: dict[tuple[int, ...], list[_Plan] | None] = {}
 
     def cut(self, state: Staged) -> list[Moments] | None:
-        """Each parameter's moments, flat, or None when some moment does not lie in one part as whole elements."""
+        """Each parameter's moments, flat, or None when some moment does not lie in one part as whole elements. A
+        `Staged`, which holds one chunk, is cut once."""
+        if state.cut is not None:
+            return state.cut
         shape = tuple(x for at, part in state.parts for x in (at, part.numel()))
         if shape not in self._plans:
             self._plans[shape] = self._plan(state)
@@ -41,7 +44,8 @@ class Cuts:
                 if slot is not None:
                     found[slot] = piece
         whole = [piece for piece in found if piece is not None]
-        return list(zip(whole[::2], whole[1::2], strict=True))
+        state.cut = list(zip(whole[::2], whole[1::2], strict=True))
+        return state.cut
 
     def _plan(self, state: Staged) -> list[_Plan] | None:
         plans = []

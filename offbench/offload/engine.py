@@ -61,6 +61,8 @@ class Engine(ABC):
         self._furthest = -1
         """Last chunk that this step's forward has asked for."""
         self._host_parts: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._always: dict[int, Staged] = {}
+        """Resident state that was used, by chunk."""
         self._plan()
 
     @property
@@ -115,7 +117,7 @@ class Engine(ABC):
         self.drain()
         self.ledger.settle()
         self.chunks, self.schedule = chunks, schedule
-        self._host_parts = {}
+        self._host_parts, self._always = {}, {}
         self._plan()
 
     def _count_step(self) -> None:
@@ -196,8 +198,10 @@ class Engine(ABC):
         return stream.record()
 
     def _kept(self, chunk: Chunk) -> Staged:
-        """Resident state, where it is."""
-        return Staged.whole(self._resident[chunk.index])
+        """Resident state, where it is. What was cut out of it stays valid from step to step."""
+        if chunk.index not in self._always:
+            self._always[chunk.index] = Staged.whole(self._resident[chunk.index])
+        return self._always[chunk.index]
 
     def _lead(self, works: Sequence[Work], there: Collection[int] = ()) -> int:
         """How many works step() queues: up to and with the `lead`-th that moves and is not `there` already."""
@@ -206,7 +210,8 @@ class Engine(ABC):
         return moving[self.schedule.lead - 1] + 1 if len(moving) >= self.schedule.lead else len(works)
 
     def _wait_for_all(self) -> None:
-        """Hold the host until every update and write-back queued so far has ended."""
+        """Hold the host until every update and write-back queued so far has ended. Resident state may move then."""
+        self._always = {}
         for event in (*self._updated.values(), *self._written_back.values()):
             event.synchronize()
 

@@ -111,12 +111,18 @@ class FlowEngine(Engine):
         self._move_ahead(self._step)
         self._queue(self._lead(works, there={chunk for chunk, (place, _) in moved.items() if place.closed}))
 
+    def before_read(self, chunks: Sequence[int], look_ahead: bool = True) -> list[Event]:
+        """As any engine's; what activations lent goes back as they come."""
+        events = super().before_read(chunks, look_ahead)
+        if self._step is not None and self._step.lent:
+            self._return_lent(self._step)
+        return events
+
     def look_ahead(self, at_leisure: bool = False) -> None:
         """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""
         most = BURST_AT_LEISURE if at_leisure else BURST
         self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
         self._return_state(BURST_BACK)
-        self._return_lent()
         self._return_arena()
         self.prefetch.shrink()
         while self._step is not None and self._step.arrived and self._allowance.is_crowded():
@@ -177,13 +183,12 @@ class FlowEngine(Engine):
         for extent in [one for one in step.arena if one.closed and one.idle and self._extents.passed(one)]:
             self._give_back(extent)
 
-    def _return_lent(self) -> None:
+    def _return_lent(self, step: FlowStep) -> None:
         """Give back what of the state that was here before step() is written back by now. Activations lent its memory:
-        a forward that needs it waits for it."""
-        if self._step is None:
-            return
-        for extent in [one for one in self._step.lent if one.idle]:
-            if self._extents.passed(extent) or self._allowance.loan_is_due(self._step):
+        a forward that needs it waits for it, and so does its last gather, for the loss must find none."""
+        is_last = self._furthest >= self.chunks[-1].index
+        for extent in [one for one in step.lent if one.idle]:
+            if is_last or self._extents.passed(extent) or self._allowance.loan_is_due(step):
                 self._give_back(extent)
 
     def _waiting(self) -> Sequence[Work]:

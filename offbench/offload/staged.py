@@ -17,6 +17,8 @@ class Staged:
         self.parts = tuple(parts)
         self._starts = [start for start, _ in self.parts]
         self._typed: dict[torch.dtype, list[torch.Tensor]] = {}
+        self.cut: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        """All moments, once they were cut out (`Cuts`)."""
 
     @staticmethod
     def whole(state: torch.Tensor) -> Staged:
