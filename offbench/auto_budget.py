@@ -1,13 +1,15 @@
 """`--state-budget auto`: the least state on the GPU that should hide all copies, as far as there is room for it.
 
-An update needs all gradients, and a layer's next forward its updated parameters. So with f seconds of clip and
-forward, S bytes of state, B of them resident, and r bytes/s host to device, at least max(0, (S - B) / r - f) are
-exposed (docs/hiding-copies.md): nothing from B = S - r f on. r is less while state leaves at the same time: so does
-whatever may not stay on the device until the backward. Chunks stay whole, so one more is kept.
+An update needs all gradients, and a layer's next forward its updated parameters, so all of them are needed before
+head and loss. With f seconds of clip and the forward up to there, S bytes of state, B of them resident, and r bytes/s
+host to device, at least max(0, (S - B) / r - f) are exposed (docs/hiding-copies.md): nothing from B = S - r f on. r
+is less while state leaves at the same time: so does whatever may not stay on the device until the backward. Chunks
+stay whole, so one more is kept.
 
 Measured in the warm-up, since only the job itself knows: f in its second step, which starts drained, so that no copy
-is part of it (nor is AdamW, which runs inside the forward where updates are deferred: B comes out larger by that); its
-peak in those after it. Two more steps then settle with the budget in force. No torch here.
+is part of it, less the share of FLOPs of head and loss (nor is AdamW, which runs inside the forward where updates are
+deferred: B comes out larger by that); its peak in those after it. Two more steps then settle with the budget in
+force. No torch here.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from offbench.estimate import FRAGMENTATION
 from offbench.offload.schedule import Schedule
 from offbench.record import Link
 from offbench.units import gib
+from offbench.workload import presets
 
 if TYPE_CHECKING:
     from offbench.device import Device, Stamp
@@ -43,7 +46,7 @@ class Times:
     """Seconds of one step without copies."""
 
     arrive: float
-    """Clip and the first forward: state must have come in."""
+    """Clip and the first forward up to head and loss: state must have come in."""
     leave: float
     """From there to the end of the last backward: with `stream` it leaves meanwhile."""
 
@@ -86,6 +89,8 @@ class AutoBudget:
     chosen: int | None = None
     """Bytes that stay on the device."""
     warnings: list[str] = field(default_factory=list)
+    loss: float = 0.0
+    """Part of the forward that head and loss take."""
     _start: Stamp | None = None
 
     @staticmethod
@@ -95,7 +100,9 @@ class AutoBudget:
         """None unless the spec says auto. Where nobody counts memory, as on a CPU, nothing is kept."""
         if spec.arm.state_budget != "auto":
             return None
+        w = spec.workload
         made = AutoBudget(optimizer, recorder, device, link, tell)
+        made.loss = presets.find(w.model).loss_share(w.seq_len, w.layers)
         if device.limit() is None:
             made.chosen = 0
             made.warnings.append(f"--state-budget auto: nobody counts memory on a {device.name}, so none is kept")
@@ -141,4 +148,5 @@ class AutoBudget:
         forward = next(stamp for name, stamp in marks if name == "forward")
         backward = [stamp for name, stamp in marks if name == "backward"][-1]
         clip = next(stamp for name, stamp in marks if name == "clip")
-        return Times(seconds(self._start, forward) + seconds(backward, clip), seconds(forward, backward))
+        arrive = (1 - self.loss) * seconds(self._start, forward) + seconds(backward, clip)
+        return Times(arrive, self.loss * seconds(self._start, forward) + seconds(forward, backward))

@@ -15,12 +15,12 @@ from typing import Any
 
 from offbench import remarks
 from offbench.config import ArmSpec, RunSpec
-from offbench.naming import axes
-from offbench.planner.ideal import policy_ideal
-from offbench.planner.sources import baseline
-from offbench.record import RunRecord, SmallCopies, Split
+from offbench.naming import arm_name, axes
+from offbench.planner.ideal import Ideal, policy_ideal, unknown
+from offbench.planner.sources import none_rows
+from offbench.record import RunRecord, SmallCopies, Split, TimeParts
 from offbench.stats import largest
-from offbench.trace.timeline import difference
+from offbench.trace.timeline import difference, less
 
 PLACED = 0.01
 """Share of a rank's pinned memory that makes it remote, or its place unknown."""
@@ -82,8 +82,12 @@ class Row:
     """Ranks of this host that pin memory."""
     split: Split | None = None
     """Where the traced steps of one launch, the middle one of those with a trace, spent their time."""
-    gap: Split | None = None
-    """That less the same of `none`."""
+    ideal_parts: TimeParts | None = None
+    """What the ideal of that launch has and `none` has not, by cause."""
+    apart: Split | None = None
+    """`split` less that of `none`."""
+    gap: TimeParts | None = None
+    """That, all phases together, less `ideal_parts`: what the traced steps took beyond the ideal, by cause."""
 
     @property
     def gap_s(self) -> float | None:
@@ -106,14 +110,25 @@ class Group:
     """Largest relative spread of any row with several launches; None when no row has two."""
     failures: list[str]
     notes: list[str]
+    without_ideal: list[str]
+    """Why rows have no policy ideal, a line a reason."""
 
 
 def compare(records: Iterable[RunRecord]) -> list[Group]:
     """Group the records in order of first appearance and set each row against its baseline."""
     groups: dict[str, list[RunRecord]] = {}
+    machines: dict[str, list[RunRecord]] = {}
     for record in records:
         groups.setdefault(json.dumps(_caption(record), sort_keys=True), []).append(record)
-    return [_group(members) for members in groups.values()]
+        machines.setdefault(_machine(record), []).append(record)
+    return [_group(members, machines[_machine(members[0])]) for members in groups.values()]
+
+
+def _machine(record: RunRecord) -> str:
+    """What records share whose phases tell of each other: all of a group's caption but the window and the link, which
+    `none` does not use."""
+    caption = _caption(record) | {"window": None}
+    return json.dumps(caption | {"mode": caption["mode"] | {"emulate_link": None}}, sort_keys=True)
 
 
 def _caption(record: RunRecord) -> dict[str, Any]:
@@ -138,11 +153,12 @@ def _caption(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _group(records: Sequence[RunRecord]) -> Group:
+def _group(records: Sequence[RunRecord], machine: Sequence[RunRecord]) -> Group:
+    """machine: these records, and those of other tables whose `none` rows may say how long they compute."""
     by_row: dict[tuple[ArmSpec, bool, str | None], list[RunRecord]] = {}
     for record in records:
         by_row.setdefault((record.spec.arm, record.spec.workload.activation_offload, record.label), []).append(record)
-    bare = [replace(_row(members), ideal_s=_ideal(members, records)) for members in by_row.values()]
+    bare = [_with_ideal(_row(members), members, machine) for members in by_row.values()]
     noise = max((s for row in bare if row.step_s and (s := row.step_s.relative) is not None), default=None)
     rows = [_against(row, _baseline(row, bare), noise) for row in bare]
     dates = sorted({record.started_at[:10] for record in records if record.started_at})
@@ -150,7 +166,8 @@ def _group(records: Sequence[RunRecord]) -> Group:
         "dirty": any(record.env.get("dirty") for record in records),
         "dates": dates,
     }
-    return Group(caption, rows, noise, remarks.failures(records), remarks.notes(records, by_row.values(), caption))
+    notes, without = remarks.notes(records, by_row.values(), caption), _without_ideal(by_row.values(), machine)
+    return Group(caption, rows, noise, remarks.failures(records), notes, without)
 
 
 def _row(records: Sequence[RunRecord]) -> Row:
@@ -181,7 +198,7 @@ def _row(records: Sequence[RunRecord]) -> Row:
         small_copies=_small_copies(good),
         ranks_remote=max(remote) if len(remote) == len(good) and remote else None,
         ranks_pinned=len(good[0].ranks) if remote else None,
-        split=_middle(record.split for record in good),
+        split=traced.split if (traced := _middle(good)) is not None else None,
     )
 
 
@@ -191,19 +208,36 @@ def _small_copies(records: Sequence[RunRecord]) -> SmallCopies | None:
     return SmallCopies(**figures) if found else None
 
 
-def _middle(splits: Iterable[Split | None]) -> Split | None:
-    """The one with the median step; of an even number the faster one in the middle."""
-    known = [(split.total.step_s, i, split) for i, split in enumerate(splits) if split and split.total.step_s]
+def _middle(records: Iterable[RunRecord]) -> RunRecord | None:
+    """Of those with a trace the one with the median step; of an even number the faster one in the middle."""
+    known = [(r.split.total.step_s, i, r) for i, r in enumerate(records) if r.split and r.split.total.step_s]
     return sorted(known)[(len(known) - 1) // 2][2] if known else None
 
 
-def _ideal(members: Sequence[RunRecord], group: Sequence[RunRecord]) -> float | None:
-    """Median over a row's launches, with the compute times of the group's `none` for the same job; None where one of
-    them has none."""
+def _with_ideal(row: Row, members: Sequence[RunRecord], machine: Sequence[RunRecord]) -> Row:
+    """The median ideal over a row's launches, if each has one, and the parts of that of the launch with the trace."""
     good = [record for record in members if record.status == "ok"]
-    found = [policy_ideal(record, baseline(group, like=record)) for record in good]
-    known = [ideal for ideal in found if ideal is not None]
-    return statistics.median(known) if known and len(known) == len(good) else None
+    found = {id(record): policy_ideal(record, none_rows(machine, record)) for record in good}
+    known = [ideal for ideal in found.values() if ideal is not None]
+    if not known or len(known) < len(good):
+        return row
+    traced = _middle(good)
+    of_trace: Ideal | None = found[id(traced)] if traced is not None else None
+    median = statistics.median(ideal.step_s for ideal in known)
+    return replace(row, ideal_s=median, ideal_parts=of_trace.parts if of_trace is not None else None)
+
+
+def _without_ideal(rows: Iterable[Sequence[RunRecord]], machine: Sequence[RunRecord]) -> list[str]:
+    """A line for each reason why rows have no ideal."""
+    why: dict[str, list[str]] = {}
+    for members in rows:
+        for record in members:
+            if record.status != "ok" or record.step_s is None or record.source != "measured":
+                continue
+            reason, name = unknown(record, none_rows(machine, record)), arm_name(record.spec, record.label)
+            if reason is not None and name not in why.setdefault(reason, []):
+                why[reason].append(name)
+    return [f"no ideal for {', '.join(names)}: {reason}" for reason, names in why.items()]
 
 
 def ranks_remote(record: RunRecord) -> int | None:
@@ -239,10 +273,12 @@ def _against(row: Row, base: Row | None, noise: float | None) -> Row:
     if base is None or base.step_s is None or row.step_s is None:
         return row
     ratio = row.step_s.median / base.step_s.median
+    apart = difference(row.split, base.split) if row is not base and row.split and base.split else None
     return replace(
         row,
         x_none=ratio,
         same=row is not base and noise is not None and abs(ratio - 1) <= noise,
         exposed_s=row.step_s.median - base.step_s.median,
-        gap=difference(row.split, base.split) if row is not base and row.split and base.split else None,
+        apart=apart,
+        gap=less(apart.total, row.ideal_parts) if apart and row.ideal_parts else None,
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offbench import __version__
+from offbench.config import RunSpec
 from offbench.hardware import cgroup_memory, cpu_model, host_memory, load_nvml, numa_nodes, text
 
 PREFIXES = (
@@ -198,3 +199,10 @@ def cpu_list(cpus: set[int]) -> str:
         else:
             ranges.append([cpu, cpu])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def identity(env: Mapping[str, Any], spec: RunSpec) -> tuple[Any, ...]:
+    """What must agree for one record to stand for another launch: torch, offbench, and the device it ran on: the GPU
+    and its driver, or the CPU and how many there are."""
+    device = ("gpu", "driver") if spec.mode.device == "cuda" else ("cpu_model", "cpus")
+    return tuple(env.get(key) for key in ("torch", "offbench", *device))

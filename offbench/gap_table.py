@@ -1,15 +1,13 @@
-"""Columns of a report about traced steps: by cause, what an arm's step has and that of `none` has not."""
+"""Columns of a report about traced steps: by cause, what an arm's step took beyond the ideal of its schedule."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from offbench.compare import Group, Row
 from offbench.naming import arm_name
 from offbench.record import TimeParts
 
 PARTS = {
-    "step_s": "above none s",
+    "step_s": "above ideal s",
     "move_in_s": "move-in s",
     "slot_s": "slots s",
     "tail_s": "tail s",
@@ -26,7 +24,7 @@ PARTS = {
 """Fields of `TimeParts` and their heads; the first is the sum of the others."""
 UNEXPLAINED = 0.005
 """Share of the traced step without a known cause that is pointed out."""
-HEADS = ("arm", "axes", "traced s", *PARTS.values(), "unexplained %", "ideal above none s")
+HEADS = ("arm", "axes", "traced s", "above none s", "ideal above none s", *PARTS.values(), "unexplained %")
 
 
 def lines(group: Group) -> list[list[str]]:
@@ -38,13 +36,17 @@ def notes(group: Group) -> list[str]:
     """How to read them; empty where there are none."""
     if not lines(group):
         return []
-    read = "last table: steps under the profiler, rank 0, less those of none, by cause (docs/trace.md)"
-    found = [f"{read}; it slows the host, so launch is more than in the window"]
+    read = "last table: steps under the profiler, rank 0, less those of none and less what the schedule's ideal has"
+    found = [
+        f"{read}, by cause (docs/trace.md); above ideal s = above none s - ideal above none s = the sum of the causes "
+        "and is not gap s of the window, since the profiler slows the host: launch is more than there",
+        "below zero: the ideal waits there and these steps did not, as when the host comes later than the copy",
+    ]
     for row in group.rows:
         name, share = arm_name(row.spec, row.label), _unexplained(row)
         if share is not None and abs(share) > UNEXPLAINED:
             found.append(f"{name}: {share:.1%} of the traced step has no known cause")
-        if row.gap is not None and row.gap.kernels_digest is None:
+        if row.gap is not None and row.apart is not None and row.apart.kernels_digest is None:
             found.append(f"{name}: other kernels than those of none ran on the compute stream; slowed holds them too")
     return found
 
@@ -56,26 +58,29 @@ def _unexplained(row: Row) -> float | None:
 
 
 def figures(row: Row) -> dict[str, float | None]:
-    """For machines: `traced_step_s`, and of what `none` has not `traced_exposed_s` and its parts, `gap_move_in_s` and
-    the like; null without a trace of both."""
-    total = row.gap.total if row.gap is not None else TimeParts()
+    """For machines: `traced_step_s`; `traced_exposed_s`, what it has and `none` has not; `ideal_exposed_s`, the same
+    of the ideal; their difference, `traced_gap_s`, and its parts, `gap_move_in_s` and the like. Null without a trace
+    of both, and without an ideal."""
+    total = row.gap or TimeParts()
     parts = {f"gap_{name}": getattr(total, name) for name in PARTS if name != "step_s"}
-    traced = row.split.total.step_s if row.split is not None else None
-    return {"traced_step_s": traced, "traced_exposed_s": total.step_s, **parts}
+    return {
+        "traced_step_s": row.split.total.step_s if row.split is not None else None,
+        "traced_exposed_s": row.apart.total.step_s if row.apart is not None else None,
+        "ideal_exposed_s": row.ideal_parts.step_s if row.ideal_parts is not None else None,
+        "traced_gap_s": total.step_s,
+        **parts,
+    }
 
 
 def _line(row: Row) -> list[str]:
-    assert row.gap is not None
-    assert row.split is not None
-    share = _unexplained(row)
-    seconds: Sequence[float | None] = (row.split.total.step_s, *(getattr(row.gap.total, name) for name in PARTS))
-    ideal = None if row.ideal_s is None or row.gap_s is None or row.exposed_s is None else row.exposed_s - row.gap_s
+    share, found, gap = _unexplained(row), figures(row), row.gap or TimeParts()
+    seconds = [found["traced_step_s"], found["traced_exposed_s"], found["ideal_exposed_s"]]
+    seconds += [getattr(gap, name) for name in PARTS]
     return [
         row.label or row.arm,
         row.axes or "-",
         *map(_seconds, seconds),
         "-" if share is None else f"{100 * share:z.2f}",
-        _seconds(ideal),
     ]
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from offbench.measure_input import StepOrder, check_settings
 from offbench.offload.adamw import OffloadedAdamW
 from offbench.offload.hoststore import HostStore
 from offbench.offload.layout import local_of
+from offbench.planner.ideal import set_ideal
 from offbench.record import Host, Link, Moved, RunRecord, SmallCopies, StateAt
 from offbench.results_file import ResultsFile
 from offbench.small_watch import SmallCopyWatch, worst
@@ -175,6 +176,7 @@ class StepRecorder:
         if self._file is None:
             return None
         record = self._record(reports)
+        set_ideal(record, self._file.path)
         self._file.append(record)
         self._file.close()
         return record
@@ -260,6 +262,7 @@ class StepRecorder:
             reason=bad,
             spec=self._spec,
             job=self._job,
+            schedule=asdict(self._offloaded[0].schedule) if len(self._offloaded) == len(self._all) == 1 else None,
             tokens_per_step=self._tokens,
             **{**vars(figures), "peak": peak},
             moved=first.moved,

@@ -97,6 +97,8 @@ class RunRecord(Row):
     spec: RunSpec
     job: dict[str, str | int | float | bool | None] | None = None
     """What a trainer that offbench did not launch says about itself; `spec.workload` then means nothing."""
+    schedule: dict[str, Any] | None = None
+    """Of such a trainer: the fields of its optimizer's Schedule, where one OffloadedAdamW is all its optimizer."""
     step_s: float | None = None
     """Compute-stream time from before the first to after the last window step / steps, max over ranks."""
     median_step_s: float | None = None
@@ -109,8 +111,12 @@ class RunRecord(Row):
     policy_ideal_s: float | None = None
     """What its own schedule would take (`offbench.planner.ideal`), by the `none` rows that its file held by then; a
     report computes it anew from all of them."""
+    policy_ideal_parts: TimeParts | None = None
+    """What that ideal has and the step of `none` has not, by cause: its own waits, which no engine could avoid."""
     gap_s: float | None = None
-    """step_s above that."""
+    """step_s above the ideal."""
+    gap_parts: TimeParts | None = None
+    """What the traced steps took beyond it, by cause; null without a trace of both this and `none`."""
     tok_s: float | None = None
     """Tokens of all ranks per second, from step_s."""
     tokens_per_step: int | None = None

@@ -100,7 +100,7 @@ def remarks(group: Group) -> list[str]:
     if group.noise is not None:
         lines.append(f"noise floor {group.noise:.1%}: the widest spread between launches of one row")
     lines += [f"not counted: {failure}" for failure in group.failures]
-    return lines + gap_table.notes(group) + [f"note: {note}" for note in group.notes]
+    return lines + gap_table.notes(group) + group.without_ideal + [f"note: {note}" for note in group.notes]
 
 
 def to_table(groups: Sequence[Group], console: Console) -> None:
@@ -245,6 +245,7 @@ def to_json(groups: Sequence[Group], problems: Sequence[str]) -> str:
             "noise_relative": group.noise,
             "failures": group.failures,
             "notes": group.notes,
+            "without_ideal": group.without_ideal,
         }
         for group in groups
     ]
@@ -252,11 +253,9 @@ def to_json(groups: Sequence[Group], problems: Sequence[str]) -> str:
 
 
 def _splits(row: Row) -> dict[str, Any]:
-    """By phase, too."""
-    return {
-        "split": row.split.model_dump() if row.split is not None else None,
-        "gap": row.gap.model_dump() if row.gap is not None else None,
-    }
+    """By phase, too; of the gap there are no phases, since the ideal is not split by them."""
+    named = {"split": row.split, "above_none": row.apart, "ideal_parts": row.ideal_parts, "gap": row.gap}
+    return {name: found.model_dump() if found is not None else None for name, found in named.items()}
 
 
 def _workload_columns(w: dict[str, Any], known: bool) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def _budget(text: str | None) -> int | str | None:
     if text is None or text == "auto":
         return text
     try:
-        return parse_size("--state-budget", text)
+        return parse_size("--state-budget", text, least=0)
     except UsageError as error:
         raise UsageError(f"{error}, or auto") from error
 

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from offbench.config import RunSpec
+from offbench.environment import identity
 from offbench.estimate import estimate, shortfalls
 from offbench.hardware import Hardware
 from offbench.launcher import Launcher
 from offbench.naming import arm_name
 from offbench.outcome import Outcome, classify
-from offbench.planner.ideal import policy_ideal
-from offbench.planner.sources import baseline
+from offbench.planner.ideal import set_ideal
 from offbench.progress import Display, phase_seconds, show_seconds
 from offbench.record import RunRecord
-from offbench.results_file import ResultsFile, read_records
+from offbench.results_file import ResultsFile
 from offbench.units import gib
 
 
@@ -64,13 +64,6 @@ def without_done(plan: Sequence[Planned], past: Iterable[RunRecord], env: dict[s
         if record.status == "ok" and identity(record.env, record.spec) == identity(env, record.spec)
     }
     return [item for item in plan if (item.spec.run_id, item.launch) not in done]
-
-
-def identity(env: dict[str, Any], spec: RunSpec) -> tuple[Any, ...]:
-    """What must agree for an old record to stand for a new launch: torch, offbench, and the device it ran on: the GPU
-    and its driver, or the CPU and how many there are."""
-    device = ("gpu", "driver") if spec.mode.device == "cuda" else ("cpu_model", "cpus")
-    return tuple(env.get(key) for key in ("torch", "offbench", *device))
 
 
 @dataclass(frozen=True)
@@ -130,26 +123,10 @@ class Runner:
             record = build_record(item, outcome, self.env, started, self.clock() - began)
             ended = datetime.now(UTC)
             record.wall_s = phase_seconds(folder / "progress.jsonl", started.timestamp(), ended.timestamp())
-        self._set_ideal(record)
+        set_ideal(record, self.results.path)
         self.results.append(record)
         self.display.finish(closing_line(name, record))
         return record
-
-    def _set_ideal(self, record: RunRecord) -> None:
-        """The record's policy ideal and its gap, by the compute times of the file's `none` rows from this machine.
-
-        Both can be had later from the same records, so whatever fails here must not cost what was measured.
-        """
-        if record.status != "ok" or record.step_s is None:
-            return
-        here = identity(record.env, record.spec)
-        try:
-            past = [r for r in read_records([self.results.path]).records if identity(r.env, r.spec) == here]
-            record.policy_ideal_s = policy_ideal(record, baseline([*past, record], like=record))
-        except Exception as error:
-            record.warnings.append(f"no policy ideal: {type(error).__name__}: {error}")
-        if record.policy_ideal_s is not None:
-            record.gap_s = record.step_s - record.policy_ideal_s
 
 
 def build_record(

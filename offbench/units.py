@@ -24,15 +24,15 @@ SIZES = {
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
-def parse_size(option: str, text: str) -> int:
+def parse_size(option: str, text: str, least: int = 1) -> int:
     """Bytes of a size such as `512MiB` or `1.5GB`.
 
-    Raises UsageError, naming the option, for a missing or unknown unit and for a size below one byte.
+    Raises UsageError, naming the option, for a missing or unknown unit and for a size below `least` bytes.
     """
     match = _WRITTEN.fullmatch(text)
     unit = SIZES.get(match[2].upper()) if match else None
-    size = int(float(match[1]) * unit) if match and unit else 0
-    if size < 1:
+    size = int(float(match[1]) * unit) if match and unit else -1
+    if size < least:
         raise UsageError(f"{option} {text}: not a size; write a number and a unit, as in 512MiB or 1GiB")
     return size
 

@@ -23,6 +23,7 @@ from offbench.rank import run
 from offbench.record import Link, RunRecord
 from offbench.whereabouts import Whereabouts
 from offbench.worker import Progress
+from offbench.workload import presets
 
 CPU = torch.device("cpu")
 STATE = int(28.44 * GIB)
@@ -139,7 +140,7 @@ def course(link: Link, others: list[str]) -> tuple[list[tuple[int, list[str]]], 
 def test_the_warm_up_times_a_drained_step_then_takes_the_peak_then_sets_the_budget_once() -> None:
     rate = 1111 / 3
     seen, auto = course(Link(in_bytes_per_s=rate, out_bytes_per_s=rate, both_bytes_per_s=rate), [])
-    # f is 3 s, in which 1111 of 4096 bytes come: 2985 and a chunk are wanted, and 270 are free.
+    # f is below 3 s, in which 1111 of 4096 bytes would come: more than 2985 are wanted, and 270 are free.
     assert seen[:5] == [
         (0, []),
         (1, ["drain"]),
@@ -151,6 +152,15 @@ def test_the_warm_up_times_a_drained_step_then_takes_the_peak_then_sets_the_budg
     assert auto.chosen == 270
     (warning,) = auto.warnings
     assert "all that the GPU has room for" in warning
+
+
+def test_state_must_be_there_before_head_and_loss() -> None:
+    _, auto = course(Link(), [])
+    w = RunSpec(arm=ARMS["stream"].resolve()).workload
+    share = presets.find(w.model).loss_share(w.seq_len, w.layers)
+    assert 0.1 < share < 0.2
+    # 2 s of forward and 1 of clip; what the loss takes is left for state on its way out, beside 4 s of backward.
+    assert auto._times() == Times(pytest.approx(3 - 2 * share), pytest.approx(4 + 2 * share))
 
 
 def test_ranks_agree_on_the_neediest_ones_budget_and_the_fullest_ones_room() -> None:

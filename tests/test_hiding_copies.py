@@ -9,6 +9,7 @@ import pytest
 
 from offbench.compare import compare
 from offbench.planner.ideal import policy_ideal
+from offbench.planner.sources import compute_of_records, none_rows
 from offbench.record import RunRecord
 from offbench.results_file import read_records
 from offbench.units import GIB
@@ -89,6 +90,29 @@ def beside_none(records: list[RunRecord]) -> list[tuple[RunRecord, RunRecord]]:
     return [(one(records, "none", bool(r.spec.mode.emulate_link)), r) for r in chosen]
 
 
+def test_rows_of_stream_against_a_bound_and_ideals_that_know_the_loss() -> None:
+    files = [RECORDS, SECOND, THIRD, ALL, LAYERS, SIXTH, SEVENTH]
+    streams = [(r, file) for file in files for r in file if r.spec.arm.name == "stream" and none_rows(file, r)]
+    left = []
+    for line, (record, file) in zip(
+        table("version, link"), ((r, f) for r, f in streams if r.spec.arm.state_budget != "auto"), strict=True
+    ):
+        nones = none_rows(file, record)
+        copies = record.spec.arm.fsdp_copies
+        base = next((r for r in nones if r.spec.arm.fsdp_copies == copies), nones[0])
+        held, _, needed, bare, took, _, exposed, *_ = figures(record, base)
+        forward, _, clip, step = phases(base)
+        ideal = policy_ideal(record, nones)
+        assert ideal
+        assert base.step_s
+        bound = max(0.0, needed - (forward + clip + step - compute_of_records(nones).loss))
+        left.append(took - ideal.step_s)
+        found = [held, took, exposed, bare, bound, ideal.step_s - base.step_s, left[-1]]
+        assert all(map(same, line, found)), (line, found)
+    assert sorted(left)[:2] == pytest.approx([-0.098, -0.007], abs=0.001)
+    assert 0.004 < sorted(left)[2] < max(left) < 0.058
+
+
 def test_slots_of_overlap() -> None:
     none = one(SIXTH, "none").step_s
     assert none
@@ -142,7 +166,7 @@ def test_rows_of_overlap_as_less_stands_in_its_way() -> None:
         ideal = policy_ideal(record, [base])
         assert ideal
         assert base.step_s
-        policy = ideal - base.step_s
+        policy = ideal.step_s - base.step_s
         found = [took, base.step_s, x_none, bound, policy, exposed, exposed - policy]
         assert all(map(same, line, found)), (line, found)
 

@@ -13,7 +13,9 @@ from offbench.compare import compare
 from offbench.errors import RecordError, UsageError
 from offbench.measure import StepRecorder
 from offbench.offload import OffloadedAdamW
-from offbench.planner.gather import PlanOptions, gather
+from offbench.planner import ideal
+from offbench.planner.gather import gather
+from offbench.planner.options import PlanOptions
 from offbench.planner.sources import compute_of_records
 from offbench.record import Link, SmallCopies
 from offbench.render import to_csv, to_markdown
@@ -182,6 +184,15 @@ def test_the_floor_is_that_of_its_bytes_on_the_probed_link(tmp_path: Path) -> No
     (group,) = compare([none, chunked])
     assert group.rows[1].floor_s == chunked.floor.seconds
     assert group.rows[1].x_none is not None
+    assert group.without_ideal == [f"no ideal for none, chunked: {ideal.CPU}"]
+    # On a GPU its ideal would be simulated from the optimizer's own schedule.
+    assert [(one.schedule or {})["name"] for one in (none, chunked)] == ["none", "chunked"]
+    mode = none.spec.mode.model_copy(update={"device": "cuda"})
+    there = [one.model_copy(update={"spec": one.spec.model_copy(update={"mode": mode})}) for one in (none, chunked)]
+    idle, moving = (row.ideal_s for row in compare(there)[0].rows)
+    assert idle
+    assert moving
+    assert moving > idle
 
 
 def test_a_plan_takes_state_times_and_rates_from_the_baseline(

@@ -101,6 +101,10 @@ def test_what_the_overhead_is() -> None:
         in PROSE
     )
     assert "it is {:.3f} and {:.3f} s ({:.3f} and {:.3f} s), less than 5 %".format(*left, *close) in PROSE
+    assert stream
+    assert slow
+    least = "The ideal of stream is {:.3f} and {:.3f} s, so a step took {:.3f} s more and {:.3f} s less."
+    assert least.format(stream.ideal_s, slow.ideal_s, stream.gap_s, -(slow.gap_s or 0)) in PROSE
     assert all(gap and ideal and gap < 0.05 * ideal for gap, ideal in zip(left, close, strict=True))
 
 

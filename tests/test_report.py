@@ -15,6 +15,7 @@ from offbench.compare import Group, Row, compare
 from offbench.config import GIB, Mode, RunSpec, Workload
 from offbench.errors import UsageError
 from offbench.naming import arm_name, describe
+from offbench.planner.ideal import NO_SCHEDULE
 from offbench.record import RunRecord
 from offbench.render import cells, figures, headers, to_csv, to_json, to_markdown, to_table
 from offbench.report import report
@@ -292,6 +293,28 @@ def test_an_ideal_that_cannot_be_computed_is_missing() -> None:
             assert ("ideal" in out.getvalue()) == ("gap" in out.getvalue()) == is_shown
 
 
+def test_a_row_without_an_ideal_says_why() -> None:
+    none, main = record(spec(), 2.0, phases_s=PHASES), record(spec("main"), 3.4)
+    assert "- no ideal for main: its launch has no probed link rates\n" in to_markdown([only([none, main])])
+    own = [one.model_copy(update={"job": {"model": "mine"}}) for one in (none, main)]
+    shown = to_markdown([only(own)])
+    assert f"- no ideal for main: {NO_SCHEDULE}\n" in shown
+    assert "no ideal for none" not in shown
+    assert "no ideal" not in to_markdown([only(list(seed.published(seed.TABLE_A)))])
+
+
+def test_none_of_another_window_or_the_native_link_says_how_long_a_row_computes() -> None:
+    none, main = record(spec(), 2.0, phases_s=PHASES), record(spec("main"), 3.4, link=LINK)
+    for update in (
+        {"window": main.spec.window.model_copy(update={"warmup": 9})},
+        {"mode": main.spec.mode.model_copy(update={"emulate_link": 30e9})},
+    ):
+        other = main.model_copy(update={"spec": main.spec.model_copy(update=update)})
+        found = [group.rows for group in compare([none, other])]
+        assert [len(rows) for rows in found] == [1, 1], "another table"
+        assert (found[1][0].ideal_s, found[1][0].x_none) == (pytest.approx(1.95 + 2 * STATE_S), None)
+
+
 def test_several_launches_have_the_median_of_their_ideals() -> None:
     none = record(spec(), 2.0, phases_s=PHASES)
     launches = [
@@ -318,26 +341,32 @@ def test_exposed_time_over_the_floor() -> None:
 
 
 def traced(step_s: float, launch_s: float, unexplained_s: float = 0.0, kernels: str = "aa") -> dict[str, Any]:
-    parts = {"step_s": step_s, "launch_s": launch_s, "unexplained_s": unexplained_s}
+    moved = 0.4 if step_s > 4.4 else 0.0
+    parts = {"step_s": step_s, "launch_s": launch_s, "unexplained_s": unexplained_s, "move_in_s": moved}
     return {"total": {**parts, "compute_s": step_s - launch_s - unexplained_s}, "kernels_digest": kernels}
 
 
 def test_traced_steps_are_set_against_those_of_none_by_cause() -> None:
-    base = record(spec(), 2.0, split=traced(2.2, 0.3))
-    launches = [record(spec("main"), 4.0, i, split=traced(s, 0.5)) for i, s in enumerate((4.6, 4.4, 4.5), start=1)]
+    base = record(spec(), 2.0, split=traced(2.2, 0.3), phases_s=PHASES)
+    launches = [
+        record(spec("main"), 4.0, i, split=traced(s, 0.5), link=LINK) for i, s in enumerate((4.6, 4.4, 4.5), start=1)
+    ]
     group = only([base, *launches])
     assert row(group, "none").gap is None
     found = figures(row(group, "main"))
     assert (found["traced_step_s"], found["traced_exposed_s"]) == pytest.approx((4.5, 2.3)), "the middle launch"
+    # The ideal of main waits for all state one way and back; what is beyond that is the gap.
+    assert (found["ideal_exposed_s"], found["traced_gap_s"]) == pytest.approx((2 * STATE_S, 2.3 - 2 * STATE_S))
     assert (found["gap_launch_s"], found["gap_compute_s"]) == pytest.approx((0.2, 2.1))
+    assert found["gap_move_in_s"] == pytest.approx(0.4 - STATE_S), "less than in the ideal"
     assert found["gap_slot_s"] is None, "nobody measured it"
     shown = to_markdown([group])
-    assert (
-        "| main | - | 4.500 | 2.300 | - | - | - | - | - | - | 0.200 | 2.100 | - | - | - | 0.000 | 0.00 | - |" in shown
-    )
+    causes = "-0.169 | - | - | - | - | - | 0.200 | 2.100 | - | - | - | 0.000 | 0.00"
+    assert f"| main | - | 4.500 | 2.300 | 1.137 | 1.163 | {causes} |" in shown
     assert "- last table: steps under the profiler" in shown
     assert "other kernels" not in shown
-    assert json.loads(to_json([group], []))["groups"][0]["rows"][1]["gap"]["total"]["launch_s"] == pytest.approx(0.2)
+    told = json.loads(to_json([group], []))["groups"][0]["rows"][1]
+    assert told["gap"]["launch_s"] == told["above_none"]["total"]["launch_s"] == pytest.approx(0.2)
     with io.StringIO() as out:
         to_table([group], Console(file=out, width=40))
         assert re.search(r"launch s +0\.200 *\n", out.getvalue())
@@ -345,7 +374,10 @@ def test_traced_steps_are_set_against_those_of_none_by_cause() -> None:
 
 def test_what_a_trace_does_not_explain_is_pointed_out() -> None:
     group = only(
-        [record(spec(), 2.0, split=traced(2.0, 0.3)), record(spec("main"), 4.0, split=traced(4.0, 0.5, 0.1, "bb"))]
+        [
+            record(spec(), 2.0, split=traced(2.0, 0.3), phases_s=PHASES),
+            record(spec("main"), 4.0, split=traced(4.0, 0.5, 0.1, "bb"), link=LINK),
+        ]
     )
     assert "- main: 2.5% of the traced step has no known cause" in to_markdown([group])
     assert "- main: other kernels than those of none ran on the compute stream; slowed holds them too" in to_markdown(

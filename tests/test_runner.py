@@ -117,16 +117,18 @@ def test_a_record_holds_its_policy_ideal_by_the_none_rows_before_it(tmp_path: Pa
         None,
     )  # its own forward holds waits, and there is no `none` yet
     assert (base.policy_ideal_s, base.gap_s) == (pytest.approx(2.0), pytest.approx(0.01))
-    assert late.policy_ideal_s == policy_ideal(late, [base])
-    assert late.policy_ideal_s is not None
-    assert late.gap_s == pytest.approx(2.5 - late.policy_ideal_s)
+    ideal = policy_ideal(late, [base])
+    assert ideal is not None
+    assert (late.policy_ideal_s, late.policy_ideal_parts) == (ideal.step_s, ideal.parts)
+    assert late.gap_s == pytest.approx(2.5 - ideal.step_s)
+    assert late.gap_parts is None  # nothing was traced
 
 
 def test_a_policy_ideal_that_fails_costs_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise AssertionError("nothing runs")
 
-    monkeypatch.setattr("offbench.runner.policy_ideal", broken)
+    monkeypatch.setattr("offbench.planner.ideal.policy_ideal", broken)
     run(tmp_path / "r.jsonl", {}, [spec()])
     (record,) = read_records([tmp_path / "r.jsonl"]).records
     assert (record.status, record.step_s, record.policy_ideal_s) == ("ok", 2.0, None)

@@ -1,6 +1,7 @@
 """stream: state flows through the memory gradients leave behind; move-in has the link to itself during the forward,
 write-back during the end of the forward and the backward. The leading layers' state stays on the GPU; where
-activations leave room for more, that of the next layers moves in during the backward."""
+activations leave room for more, that of the next layers moves in during the backward; the staging arena fills as soon
+as that ends."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from offbench.offload.schedule import Schedule
 STAGING_CHUNKS = 2
 """Default arena, in chunks: at step() activations are gone; of the 4 GiB that Qwen3-30B-A3B with full checkpointing
 takes beyond parameters and gradients (one H200, rehearsal of 8) the first layer needs about two for itself."""
-LEAD = 6
-"""Default of what step() queues, in chunks, besides those that stay: 8 layers of Qwen3-30B-A3B. What the first updates
-free decides how fast state can arrive, and in one go they cost the host half of what they cost between a forward's
-kernels."""
+LEAD = 12
+"""Default of what step() queues, in chunks, besides those that stay: 16 layers of Qwen3-30B-A3B. What the first
+updates free decides how fast state can arrive, and in one go they cost the host half of what they cost between a
+forward's kernels: a step took 1.973 and 1.980 s with 12, 2.019 and 2.021 s with 6, 2.013 s with 24
+(docs/hiding-copies.md)."""
 
 ARM = Arm(
     name="stream",

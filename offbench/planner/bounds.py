@@ -25,8 +25,8 @@ def chunked_s(nbytes: float, chunks: int, compute: Compute, links: Links) -> flo
 
 def deferred_exposed_s(nbytes: float, held: float, compute: Compute, links: Links) -> float:
     """Least exposed seconds of a schedule that updates before the next forward and holds `held` bytes of state on the
-    GPU when backward ends: the rest must come in, one way, while clip, updates and forward run."""
-    return max(0.0, (nbytes - held) / links.into - (compute.total - compute.backward))
+    GPU when backward ends: the rest must come in, one way, while clip, updates and forward run, before the loss."""
+    return max(0.0, (nbytes - held) / links.into - (compute.total - compute.backward - compute.loss))
 
 
 def deferred_s(nbytes: float, held: float, compute: Compute, links: Links) -> float:
@@ -36,7 +36,7 @@ def deferred_s(nbytes: float, held: float, compute: Compute, links: Links) -> fl
 
 
 def out_in_forward(nbytes: float, held: float, gradients: float) -> float:
-    """Bytes that must have been written back by the end of forward: what fits neither into `held` nor into the
+    """Bytes that must have been written back when the last ones come in: what fits neither into `held` nor into the
     gradients' memory, all of which is free by then. gradients: bytes of gradient per byte of state."""
     return max(0.0, nbytes - held - gradients * nbytes)
 
@@ -53,14 +53,13 @@ def stream_s(nbytes: float, held: float, gradients: float, compute: Compute, lin
     the freed gradients'. Bytes that never move are in neither.
 
     A step has two windows. From the end of backward to the end of forward what was not fetched moves in, and at least
-    `out_in_forward` moves out; in backward the rest moves. Neither is shorter than its compute. How much moves where
-    is chosen for the best: a convex choice, so nested ternary searches find it.
+    `out_in_forward` moves out, both before the loss; in backward the rest moves. Neither is shorter than its compute.
+    How much moves where is chosen for the best: a convex choice, so nested ternary searches find it.
     """
-    least = out_in_forward(nbytes, held, gradients)
-    ahead_s, backward_s = compute.total - compute.backward, compute.backward
+    least, backward_s = out_in_forward(nbytes, held, gradients), compute.backward
 
     def step(fetched: float, out: float) -> float:
-        forward = max(ahead_s, window_s(nbytes - fetched, out, links))
+        forward = _forward_s(nbytes - fetched, least, out, compute, links)
         return forward + max(backward_s, window_s(fetched, nbytes - out, links))
 
     return _least(lambda fetched: _least(lambda out: step(fetched, out), least, nbytes), 0.0, min(held, nbytes))
@@ -70,12 +69,20 @@ def resident_s(nbytes: float, held: float, staging: float, gradients: float, com
     """Least step of a schedule with `held` bytes that never move and `staging` bytes of memory from step() on, which
     grow into the freed gradients' until the forward ends. The same two windows; nothing is fetched in backward."""
     moving, backward_s = max(0.0, nbytes - held), compute.backward
+    least = max(0.0, moving - staging - gradients * nbytes)
 
     def step(out: float) -> float:
-        forward = max(compute.total - backward_s, window_s(moving, out, links))
+        forward = _forward_s(moving, least, out, compute, links)
         return forward + max(backward_s, window_s(0.0, moving - out, links))
 
-    return _least(step, max(0.0, moving - staging - gradients * nbytes), moving)
+    return _least(step, least, moving)
+
+
+def _forward_s(into: float, least: float, out: float, compute: Compute, links: Links) -> float:
+    """Seconds from the end of backward to the end of forward: its compute, its copies, or what must have moved before
+    the loss and then the loss."""
+    before_loss = window_s(into, least, links) + compute.loss
+    return max(compute.total - compute.backward, before_loss, window_s(into, out, links))
 
 
 def _least(value: Callable[[float], float], low: float, high: float) -> float:
@@ -91,4 +98,4 @@ def _least(value: Callable[[float], float], low: float, high: float) -> float:
 
 def hidden_at(nbytes: float, compute: Compute, links: Links) -> float:
     """Bytes of state on the GPU when backward ends from which on nothing need be exposed."""
-    return max(0.0, nbytes - links.into * (compute.total - compute.backward))
+    return max(0.0, nbytes - links.into * (compute.total - compute.backward - compute.loss))

@@ -152,20 +152,32 @@ def streams(setting: Setting, budget: int) -> Iterator[ArmSpec]:
 
 
 def least_stream(setting: Setting, limit_s: float) -> Candidate | None:
-    """stream with the least budget whose step takes at most `limit_s`; None where only all of the state does.
+    """stream with the least budget whose step takes at most `limit_s`; None where only all of the state does."""
+    return _least(setting, limit_s, lambda budget: stream_at(setting, budget))
 
-    To a hundredth of the state or so: by bisection, since a larger budget is never slower but for the packing of
-    whole chunks.
-    """
+
+def least_memory(setting: Setting, limit_s: float) -> Candidate | None:
+    """Of all arms that copy beside the forward, each with the least budget whose step takes at most `limit_s`, the one
+    with the least peak; None where there is none."""
+    ways: list[Callable[[int], Candidate]] = [lambda budget: stream_at(setting, budget)]
+    ways += [lambda budget: at_budget(setting, "overlap", budget, 4)]
+    ways += [lambda budget: at_budget(setting, "zerocopy", budget)] if setting.in_place else []
+    found = [row for way in ways if (row := _least(setting, limit_s, way))]
+    return min(found, key=lambda row: (row.simulated.peak_bytes, row.simulated.step_s), default=None)
+
+
+def _least(setting: Setting, limit_s: float, at: Callable[[int], Candidate]) -> Candidate | None:
+    """To a hundredth of the state or so: by bisection, since a larger budget is never slower but for the packing of
+    whole chunks, and for zerocopy by a little."""
     high = setting.nbytes
     unit = 1 << max(0, (high >> 7).bit_length())  # a power of two: budgets that can be typed
-    best = stream_at(setting, 0)
+    best = at(0)
     if best.simulated.step_s <= limit_s:
         return best
     few, many = 0, -(-high // unit)
     while many - few > 1:
         middle = (few + many) // 2
-        tried = stream_at(setting, middle * unit)
+        tried = at(middle * unit)
         if tried.simulated.step_s <= limit_s:
             many, best = middle, tried
         else:
@@ -197,8 +209,15 @@ def choose(found: Sequence[Candidate], target: float) -> Choice:
     if within:
         best = min(within, key=lambda row: (row.simulated.peak_bytes, row.simulated.step_s))
         saved = (none.simulated.peak_bytes - best.simulated.peak_bytes) / GIB
+        if saved <= 0:
+            return Choice(
+                none, True, "with these budgets all state stays on the GPU, so nothing that offloads saves memory"
+            )
         return Choice(
-            best, True, f"of all within {target:g} x none it needs the least memory, {saved:.1f} GiB less than none"
+            best,
+            True,
+            f"of all within {target:g} x none it needs the least memory, {gib(best.simulated.peak_bytes)} GiB at its "
+            f"peak, {saved:.1f} GiB less than none",
         )
     best = min(offloaded, key=_cost)
     times = best.simulated.step_s / none.simulated.step_s

@@ -11,7 +11,7 @@ import typer
 def plan(
     *,
     model: Annotated[str | None, typer.Option(help="Preset whose job is planned (qwen3-30b-a3b).")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Depth; by default the model's own.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, max=2048, help="Depth; by default the model's own.")] = None,
     world: Annotated[int | None, typer.Option(min=1, help="Ranks of the job (8).")] = None,
     ep: Annotated[int | None, typer.Option(min=1, help="Expert-parallel degree.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a rank and step.")] = None,
@@ -54,7 +54,7 @@ def plan(
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Instead of the table: write the plan's figures (SVG) into this folder.")
+        str | None, typer.Option(help="Instead of the table: write the plan's figures (SVG) into this folder.")
     ] = None,
     against: Annotated[
         list[Path] | None, typer.Option(help="Instead of a plan: simulate this results file's rows; repeatable.")
@@ -62,7 +62,7 @@ def plan(
 ) -> None:
     """Predict the step time of every schedule from model, machine and compute times, and what to choose."""
     from offbench.planner.command import plan_command
-    from offbench.planner.gather import PlanOptions
+    from offbench.planner.options import PlanOptions
 
     options = PlanOptions(
         model=model,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
 
+from offbench.errors import UsageError
 from offbench.planner import plots, whatif
-from offbench.planner.choose import budgets_of, candidates, choose, least_stream, pareto
-from offbench.planner.gather import PlanOptions, gather
+from offbench.planner.choose import budgets_of, candidates, choose, least_memory, pareto
+from offbench.planner.gather import gather, readable
+from offbench.planner.options import PlanOptions
 from offbench.planner.reality import against
 from offbench.planner.text import plan_lines, reality_lines, what_if_lines
 from offbench.results_file import read_records
@@ -29,15 +33,21 @@ def plan_command(options: PlanOptions, look: Callable[[], Machine] | None = None
 def plan(options: PlanOptions, look: Callable[[], Machine]) -> Iterator[str]:
     """The plan's lines."""
     what_ifs = whatif.chosen(options.what_if)
+    if options.plot is not None and not options.plot.strip():
+        raise UsageError("--plot: names no folder; give one to write figures into, as in docs/figures")
+    if options.plot is not None and (
+        unused := "--what-if" if what_ifs else "--state-budget" if options.budgets else ""
+    ):
+        raise UsageError(f"{unused}: the figures of --plot do not show it; ask for the table without --plot")
     inputs = gather(options, look)
     if options.plot is not None:
-        yield from (f"wrote {path}" for path in plots.write(options.plot, inputs))
+        yield from (f"wrote {path}" for path in plots.write(Path(options.plot), inputs))
         return
     setting = whatif.setting(inputs)
-    given = sorted({parse_size("--state-budget", text) for text in options.budgets})
+    given = sorted({parse_size("--state-budget", text, least=0) for text in options.budgets})
     found = candidates(setting, given or budgets_of(setting.nbytes))
     limit = options.target * found[0].simulated.step_s * (1 + 1e-9)
-    least = None if given else least_stream(setting, limit)
+    least = None if given else least_memory(setting, limit)
     found += [least] if least and least not in found else []
     yield from plan_lines(inputs, found, pareto(found), choose(found, options.target))
     if what_ifs:
@@ -49,11 +59,22 @@ def plan(options: PlanOptions, look: Callable[[], Machine]) -> Iterator[str]:
 
 def comparison(options: PlanOptions) -> Iterator[str]:
     """The lines of `--against`, a block per file."""
-    for path in options.against:
-        read = read_records([path])
+    if given := sorted({field.name for field in fields(options) if _given(options, field.name)} - {"against"}):
+        flag = FLAGS.get(given[0], given[0].replace("_", "-"))
+        raise UsageError(f"--against simulates rows as they ran, so --{flag} changes nothing; leave it out")
+    found = {path: (readable(path, "--against"), read_records([path]).problems) for path in options.against}
+    for path, (records, problems) in found.items():
         yield f"{path}: simulated from its own inputs"
-        yield from reality_lines(*against(read.records))
-        yield from (f"warning: {problem}" for problem in read.problems)
+        yield from reality_lines(*against(records))
+        yield from (f"warning: skipped {problem}" for problem in problems)
+
+
+FLAGS = {"size": "bytes", "source": "from", "budgets": "state-budget"}
+"""Options that `PlanOptions` calls otherwise."""
+
+
+def _given(options: PlanOptions, name: str) -> bool:
+    return bool(getattr(options, name) != getattr(PlanOptions(), name))
 
 
 def this_host() -> Machine:

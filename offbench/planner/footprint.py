@@ -11,9 +11,9 @@ from offbench.workload import presets
 def footprint(workload: Workload, world: int) -> Footprint:
     """The memory curve of a preset.
 
-    Checked on one H200 (rehearsal of 8, 48 layers, 16,384 tokens): with it the simulated peaks of none, main and
-    chunked are -0.1 to +1.1 GiB off the allocator's, and that of overlap +1.4: the allocator leaves out gradients that
-    the host has freed and an update still reads.
+    Checked on one H200 (rehearsal of 8, 48 layers, 16,384 tokens): with it the simulated peaks of none, main, chunked
+    and stream are -0.1 to +1.1 GiB off the allocator's, those of overlap +0.2 and +1.7 (small copies stock, by
+    kernels): the allocator leaves out gradients that the host has freed and an update still reads.
     """
     spec = RunSpec(workload=workload, mode=Mode(world=world, nproc=world))
     shape, w = presets.find(workload.model), workload

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from offbench.errors import UsageError
@@ -57,9 +57,10 @@ class Links:
 
     @property
     def in_place(self) -> float:
-        """Rate of updates in host memory, both ways summed: what the link gives to a kernel, and what its programs can
-        ask for. Measured on one link; on others inferred from it."""
-        return min(IN_PLACE * self.both, PROGRAMS * PROGRAM_RATE)
+        """Rate of updates in host memory, both ways summed: what the link gives to a kernel, what its programs can ask
+        for, and no more each way than that way alone, since each byte read is written. Measured on one link; on others
+        inferred from it."""
+        return min(IN_PLACE * self.both, PROGRAMS * PROGRAM_RATE, 2 * min(self.into, self.out))
 
     def scaled(self, share: float) -> Links:
         """Every rate times `share`."""
@@ -80,11 +81,19 @@ class Compute:
     update: float
     """AdamW over all parameters of the rank."""
     clip: float = 0.0
+    loss: float = 0.0
+    """Of the forward: the head and the loss. They come after the last layer, so all parameters must be new by then."""
 
     def __post_init__(self) -> None:
         if min(self.forward, self.backward, self.update, self.clip) < 0 or not 0 < self.total < math.inf:
             parts = f"forward {self.forward:g}, backward {self.backward:g}, update {self.update:g}"
             raise UsageError(f"compute times {parts}: give seconds, none negative, and not all zero")
+        if not 0 <= self.loss <= self.forward:
+            raise UsageError(f"head and loss {self.loss:g} s: a part of the forward, {self.forward:g} s")
+
+    def with_loss(self, share: float) -> Compute:
+        """The same with that share of the forward spent in head and loss."""
+        return replace(self, loss=share * self.forward)
 
     @property
     def total(self) -> float:
@@ -92,7 +101,7 @@ class Compute:
         return self.forward + self.backward + self.clip + self.update
 
 
-Phase = Literal["forward", "backward", "step"]
+Phase = Literal["forward", "loss", "backward", "step"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,8 @@ class Footprint:
     saved: float = 0.0
     """Activations kept for backward, at the loss: they grow evenly through forward and go through backward."""
     in_forward: float = 0.0
-    """Temporaries while a unit's forward runs."""
+    """Temporaries while a unit's forward runs; the loss is taken to need as much: logits of some tokens, a gradient in
+    fp32."""
     in_backward: float = 0.0
     """The same in backward, where a unit is computed again."""
     head: float = 0.0
@@ -127,15 +137,16 @@ class Footprint:
             grown = self.gradients * done + self.saved * (1 - done)
             return self.parameters + grown + self.in_backward * running
         if phase == "forward":
-            grown = self.gradients * fresh + self.saved * done + self.head * (done > 1 - 1e-6)
-            return self.parameters + grown + self.in_forward * running
+            return self.parameters + self.gradients * fresh + self.saved * done + self.in_forward * running
+        if phase == "loss":
+            return self.parameters + self.gradients * fresh + self.saved + self.head + self.in_forward * running
         return self.parameters + self.gradients * fresh
 
     @property
     def most(self) -> float:
         """The most without any state, all updates done before the forward."""
         ends = [self.now(phase, done, True, 0.0) for phase in ("forward", "backward") for done in (0.0, 1.0)]
-        return max(*ends, self.now("step", 1.0, False, 1.0))
+        return max(*ends, self.now("loss", 1.0, True, 0.0), self.now("step", 1.0, False, 1.0))
 
 
 @dataclass(frozen=True)
@@ -146,7 +157,7 @@ class Layout:
     last_chunk: tuple[int, ...]
     """Per unit, in forward order: the last chunk that holds parameters of it."""
     shares: tuple[float, ...]
-    """Per unit: its part of the forward's time; they add up to 1."""
+    """Per unit: its part of the forward's time up to the head and the loss; they add up to 1."""
     gradients: float = 0.5
     """Bytes of gradient per byte of state: 4 against 8 with two fp32 moments."""
 
@@ -157,8 +168,8 @@ class Layout:
 
 
 def of_model(shape: ModelShape, world: int, ep: int, layers: int, cap: int, moment: int = FP32) -> Layout:
-    """The layout of a preset: embedding, blocks, then norm and head. Every block takes the same time; the other
-    units take none of their own.
+    """The layout of a preset: embedding, blocks, then norm and head. Every block takes the same time, the embedding
+    none, and the head its `Compute.loss`.
 
     cap: bytes of a copy, `Schedule.chunk_bytes`: chunks that move in pieces are cut so already. moment: bytes of one
     moment of a parameter.

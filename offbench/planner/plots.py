@@ -172,7 +172,7 @@ def steps(at: Setting, notes: tuple[str, ...]) -> str:
         heading = f"{policy.name}{extra}: {found.step_s:.2f} s, {found.step_s / at.compute.total:.2f} x none"
         strips.append(Strip(heading, lanes(spans)))
     legend = (
-        ("forward", FORWARD),
+        ("forward, loss", FORWARD),
         ("backward, clip", BACKWARD),
         ("update", UPDATE),
         ("waits", WAIT),
@@ -184,7 +184,7 @@ def steps(at: Setting, notes: tuple[str, ...]) -> str:
 
 def lanes(spans: list[Span]) -> tuple[Lane, ...]:
     """Compute, move-in and write-back of a step."""
-    colours = {"forward": FORWARD, "backward": BACKWARD, "step": BACKWARD, "update": UPDATE}
+    colours = {"forward": FORWARD, "loss": FORWARD, "backward": BACKWARD, "step": BACKWARD, "update": UPDATE}
     compute = [(s.start, s.end, colours.get(s.compute, WAIT)) for s in spans]
     moving_in = [(s.start, s.end, IN) for s in spans if s.moving_in]
     moving_out = [(s.start, s.end, OUT) for s in spans if s.moving_out]

@@ -14,6 +14,7 @@ from offbench import arms
 from offbench.estimate import saved_bytes
 from offbench.naming import arm_name
 from offbench.planner import sources
+from offbench.planner.ideal import traced_none
 from offbench.planner.inputs import Compute, Links, of_model
 from offbench.planner.simulate import simulate
 from offbench.planner.tasks import SmallCopies
@@ -33,7 +34,7 @@ UNBOUND = (
 UNKNOWN = "no reason known"
 UNSTEADY = "the machine was not steady: its steps took"
 LAUNCHES = "the host launched late: in traced steps compute had nothing queued for"
-SHARED = "its ranks probe the link at the same moment, and their copies met less: both ways they made"
+SHARED = "its ranks probe the link at the same moment, and copies of its job met less: both ways they made"
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ def against(records: Sequence[RunRecord]) -> tuple[list[Compared], list[str]]:
     for record in records:
         name = arm_name(record.spec, record.label)
         basis = None if (why := _not_simulated(record)) else _basis(record, records)
-        if record.step_s is None or basis is None:
+        schedule = sources.schedule_of(record)
+        if record.step_s is None or basis is None or schedule is None:
             skipped.append(f"{name}: left out, {why or 'no row of arm none with phases and rates for the same job'}")
             continue
         compute, links = basis
         w, world = record.spec.workload, record.spec.mode.world
-        schedule = sources.schedule_of(record)
         layout = of_model(presets.find(w.model), world, w.ep, w.layers, schedule.chunk_bytes)
         free = simulate(schedule, layout, compute, links).step_s
         simulated = simulate(schedule, layout, compute, links, small_copies_wait=waiting(record))
@@ -87,13 +88,13 @@ def against(records: Sequence[RunRecord]) -> tuple[list[Compared], list[str]]:
         reason = None
         if abs(step_s / actual_s - 1) > CLOSE:
             remote = simulate(schedule, layout, compute, links.scaled(REMOTE), small_copies_wait=waiting(record))
-            faster = _met_less(record, links)
-            at_own_rate = simulate(schedule, layout, compute, links.scaled(faster), small_copies_wait=waiting(record))
+            own = _met_less(record, records, links)
+            at_own_rate = simulate(schedule, layout, compute, own, small_copies_wait=waiting(record))
             reasons = (
                 _unbound(record, remote.step_s),
                 _launches(record, step_s, traced),
                 _unsteady(record, step_s),
-                _shared(record, links, faster, at_own_rate.step_s),
+                _shared(record, links, own, at_own_rate.step_s),
             )
             reason = next((one for one in reasons if one), UNKNOWN)
         found.append(Compared(name, step_s, free, actual_s, reason, simulated.waits.small, traced))
@@ -104,7 +105,7 @@ def waiting(record: RunRecord) -> SmallCopies:
     """Which small copies wait behind bulk ones in that launch: uploads with FSDP2's stock copies, and read-backs where
     there are any.
 
-    Not known of prime-rl#4427: its overlap row, 3.52 s, would take 3.41 s with uploads alone, and 3.93 s if read-backs
+    Not known of prime-rl#4427: its overlap row, 3.52 s, would take 3.44 s with uploads alone, and 3.98 s if read-backs
     waited as well.
     """
     arm, w = record.spec.arm, record.spec.workload
@@ -131,14 +132,9 @@ def _basis(record: RunRecord, records: Iterable[RunRecord]) -> tuple[Compute, Li
         if record.spec.workload.activation_offload:
             compute = with_activations(compute, links, saved_bytes(record.spec))
         return compute, links
-    w, mode = record.spec.workload, record.spec.mode
     ran = [r for r in records if r.status == "ok" and r.job is None]
-    alike = [r for r in ran if (r.spec.workload, r.spec.mode) == (w, mode)]
     # Rates move between launches, and an emulated link is set up anew in each.
-    none, probed = sources.baseline(alike, like=record), sources.links_of_records([record])
-    if not none:  # it copies nothing, so that on an emulated link it is what it is on its own
-        spec = record.spec.model_copy(update={"mode": mode.model_copy(update={"emulate_link": None})})
-        none = sources.baseline(ran, like=record.model_copy(update={"spec": spec}))
+    none, probed = sources.none_rows(ran, record), sources.links_of_records([record])
     return (sources.compute_of_records(none), probed) if none and probed else None
 
 
@@ -152,13 +148,10 @@ def with_activations(compute: Compute, links: Links, nbytes: float) -> Compute:
 
 def traced_of(record: RunRecord, records: Iterable[RunRecord]) -> Traced | None:
     """The split of a row beside that of `none`, the one with the same small copies first; None without both."""
-    nones = [r for r in records if r.status == "ok" and r.spec.arm.name == "none" and r.split is not None]
-    nones = [r for r in nones if (r.job, r.spec.workload) == (record.job, record.spec.workload)]
-    copies = record.spec.arm.fsdp_copies, record.spec.arm.readbacks
-    nones.sort(key=lambda r: (r.spec.arm.fsdp_copies, r.spec.arm.readbacks) != copies)
-    if record.split is None or not nones or nones[0].split is None:
+    base = traced_none(record, records)
+    if record.split is None or base is None:
         return None
-    ours, theirs = record.split.total, nones[0].split.total
+    ours, theirs = record.split.total, base.total
     if ours.behind_bulk_s is None or ours.launch_s is None or theirs.launch_s is None:
         return None
     return Traced(ours.behind_bulk_s - (theirs.behind_bulk_s or 0.0), ours.launch_s - theirs.launch_s)
@@ -181,19 +174,23 @@ def _launches(record: RunRecord, simulated_s: float, traced: Traced | None) -> s
     )
 
 
-def _met_less(record: RunRecord, links: Links) -> float:
-    """How much faster than probed, at least 1, the copies of a row's several ranks ran both ways."""
-    moved, busy = record.moved, record.moved.copy_busy_s
-    if record.spec.mode.nproc < 2 or not busy or record.source == "published":
-        return 1.0
-    return max(1.0, ((moved.in_bytes_per_step or 0) + (moved.out_bytes_per_step or 0)) / busy / links.both)
+def _met_less(record: RunRecord, records: Iterable[RunRecord], links: Links) -> Links:
+    """The links of a row of several ranks, both ways as fast as copies of its job ran in that file, if that is faster
+    than its launch probed. A row that copies one way after the other says less of both ways than one that does not."""
+    if record.spec.mode.nproc < 2 or record.source == "published":
+        return links
+    alike = [r.moved for r in records if (r.spec.workload, r.spec.mode) == (record.spec.workload, record.spec.mode)]
+    rates = [
+        ((m.in_bytes_per_step or 0) + (m.out_bytes_per_step or 0)) / m.copy_busy_s for m in alike if m.copy_busy_s
+    ]
+    return Links.of(links.into, links.out, max([links.both, *rates]))
 
 
-def _shared(record: RunRecord, links: Links, faster: float, own_s: float) -> str | None:
-    """Ranks that share a way to host memory, if the row is met at the rate of its own copies."""
-    if faster == 1 or record.step_s is None or abs(own_s / record.step_s - 1) > CLOSE:
+def _shared(record: RunRecord, links: Links, own: Links, own_s: float) -> str | None:
+    """Ranks that share a way to host memory, if the row is met at the rate that copies really had."""
+    if own == links or record.step_s is None or abs(own_s / record.step_s - 1) > CLOSE:
         return None
-    rates = f"{faster * links.both / GIB:.1f} GiB/s of a GPU and not {links.both / GIB:.1f}"
+    rates = f"{own.both / GIB:.1f} GiB/s of a GPU and not {links.both / GIB:.1f}"
     return f"{SHARED} {rates}, at which it takes {own_s:.3f} s"
 
 

@@ -34,8 +34,8 @@ class Span:
     end: float
     """Seconds since the step began with its forward."""
     compute: str
-    """`forward`, `backward`, `step` (clip), `update`, or what is waited for, as in Waits. Updates in host memory run
-    beside what is named."""
+    """`forward`, `loss`, `backward`, `step` (clip), `update`, or what is waited for, as in Waits. Updates in host
+    memory run beside what is named."""
     moving_in: bool
     moving_out: bool
     held: float

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from offbench import arms
-from offbench.errors import UsageError
+from offbench.errors import ScheduleError, UsageError
 from offbench.floor import Capacity, Flow, loads
 from offbench.machine_floor import capacities, path
 from offbench.offload.schedule import Schedule
@@ -19,13 +19,17 @@ from offbench.record import RunRecord
 from offbench.topology.links import Rate
 from offbench.topology.model import Machine
 from offbench.units import GIB
+from offbench.workload import presets
 from offbench.workload.presets import ModelShape
 
 SEED_MACHINE = "seed-8xh200"
 SEED_JOB = ("qwen3-30b-a3b", 8, 48, 16384)
 """Model, ranks, layers and tokens per sample of prime-rl#4427."""
-SEED_COMPUTE = Compute(forward=0.64, backward=1.54, update=0.075)
-"""Published there; they add up to the step of its row without offload."""
+SEED_COMPUTE = Compute(forward=0.64, backward=1.54, update=0.075).with_loss(
+    presets.find(SEED_JOB[0]).loss_share(SEED_JOB[3], SEED_JOB[2])
+)
+"""Published there; they add up to the step of its row without offload. What the loss took of the forward was not: it
+is estimated as for our own model."""
 SEED_LINKS = Links(26.0 * GIB, 26.0 * GIB, 38.8 * GIB)
 """Published there, per GPU while all eight copy from local memory."""
 SUSTAINED_FLOPS = 400e12
@@ -75,12 +79,41 @@ def _shared(share: float, link: str, ranks: int, rate: Rate) -> str:
     return f"{link} {rate.bytes_s / GIB:.1f} / {ranks} ({origin})"
 
 
-def schedule_of(record: RunRecord) -> Schedule:
-    """What a record's arm ran. How far its staging grew, where the engine found that out itself, is in the record."""
-    schedule = arms.ARMS[record.spec.arm.name].schedule(record.ran)
+def schedule_of(record: RunRecord) -> Schedule | None:
+    """What a record's arm ran; None where that is not known. How far its staging grew, where the engine found that out
+    itself, is in the record."""
+    schedule = _told_schedule(record) if record.job is not None else _arms_schedule(record)
+    if schedule is None:
+        return None
     if schedule.write_back == "backward" and schedule.loss_bytes is None and record.peak.staging_bytes:
         return replace(schedule, loss_bytes=record.peak.staging_bytes)
     return schedule
+
+
+def _arms_schedule(record: RunRecord) -> Schedule | None:
+    arm = arms.ARMS.get(record.spec.arm.name)
+    return None if arm is None else arm.schedule(record.ran)
+
+
+def _told_schedule(record: RunRecord) -> Schedule | None:
+    """What a trainer of its own said of its optimizer; a `none` that said nothing moves nothing."""
+    if record.schedule is None:
+        return arms.ARMS["none"].schedule(arms.ARMS["none"].resolve()) if record.spec.arm.name == "none" else None
+    try:
+        return Schedule(**record.schedule)
+    except (TypeError, ScheduleError):  # another version's
+        return None
+
+
+def none_rows(records: Sequence[RunRecord], like: RunRecord) -> list[RunRecord]:
+    """The `none` rows that give a record its compute times: of its own job and link, or else of the native link, since
+    `none` copies nothing."""
+    mode = like.spec.mode
+    found = baseline(records, like=like)
+    if found or mode.emulate_link is None:
+        return found
+    spec = like.spec.model_copy(update={"mode": mode.model_copy(update={"emulate_link": None})})
+    return baseline(records, like=like.model_copy(update={"spec": spec}))
 
 
 def baseline(records: Sequence[RunRecord], like: RunRecord | None = None) -> list[RunRecord]:
@@ -104,14 +137,22 @@ def told(record: RunRecord, name: str, default: int) -> int:
 
 def compute_of_records(rows: Sequence[RunRecord]) -> Compute:
     """Median phases of `none` rows of one workload. Of accumulated passes all but the first forward count as backward:
-    updates run before the first."""
+    updates run before the first. Head and loss have their share of FLOPs; none where the model is not one of ours."""
 
     def median(phase: str) -> float:
         return statistics.median(getattr(row.phases_s, phase) or 0.0 for row in rows)
 
     forward = median("forward") / told(rows[0], "grad_accum", rows[0].spec.workload.grad_accum)
     backward = median("backward") + median("forward") - forward
-    return Compute(forward, backward, median("step"), median("clip"))
+    return Compute(forward, backward, median("step"), median("clip")).with_loss(loss_share(rows[0]))
+
+
+def loss_share(record: RunRecord) -> float:
+    """Part of the forward that head and loss take; 0 where the model is not one of ours."""
+    w = record.spec.workload
+    if record.job is not None or w.model not in presets.PRESETS:
+        return 0.0
+    return presets.find(w.model).loss_share(w.seq_len, w.layers)
 
 
 def links_of_records(rows: Sequence[RunRecord]) -> Links | None:
@@ -133,7 +174,20 @@ def compute_of_flops(
         f"assumed: model FLOPs of {seq_len:,} tokens at {flops / 1e12:g} TFLOP/s a GPU (--tflops), a quarter of it "
         "forward (full checkpointing)"
     )
-    return Compute(seconds / 4, 3 * seconds / 4, update_s(local_params)), text
+    compute = Compute(seconds / 4, 3 * seconds / 4, update_s(local_params))
+    return compute.with_loss(shape.loss_share(seq_len, layers)), text
+
+
+def compute_of_params(params: int, tokens: int, world: int, flops: float, given: bool) -> tuple[Compute, str]:
+    """The same of a model of which nothing is known but its parameters: 6 FLOPs a parameter and token. given: whether
+    somebody said how many tokens a rank has."""
+    seconds = 6 * params * tokens / flops
+    text = (
+        f"assumed: 6 FLOPs x {params:,} parameters x {tokens:,} tokens a rank{'' if given else ' (--seq-len)'} at "
+        f"{flops / 1e12:g} TFLOP/s a GPU (--tflops), a quarter of it forward (full checkpointing); every token uses "
+        "every parameter, which is too long for a mixture of experts, and attention and loss take no time of their own"
+    )
+    return Compute(seconds / 4, 3 * seconds / 4, update_s(params / world)), text
 
 
 def update_s(local_params: float) -> float:

@@ -86,9 +86,9 @@ def tasks(
         if policy.deferred and step:
             following = asked_for(min(unit + 1, len(layout.shares) - 1))
             yield Task(0.0, "forward", done, queue=asked_for(unit), updated=past + layout.last_chunk[unit] + 1)
-        yield from _unit("forward", done, share, compute.forward, small, following)
+        yield from _unit("forward", done, share, compute.forward - compute.loss, small, following)
         done += share
-    yield Task(0.0, "forward", written=max(0, past + demanded))
+    yield Task(compute.loss, "loss", 1.0, written=max(0, past + demanded))
     yield Task(0.0, "backward", 0.0, queue=here + count if policy.prefetch else 0, backward=True)
     done = 0.0
     for share in layout.shares[::-1]:

@@ -51,8 +51,10 @@ REALITY_COLUMNS = (
     "traced: small",
     "launch",
 )
+LOSS = "of the forward head and loss {:.3g} s, assumed: their share of its FLOPs; all state must be there before them"
+NO_LOSS = "head and loss are taken to take no time, as no model is known: all state must be there before they begin"
 HOST = (
-    "on one H200 overlap and stream, with small copies by kernels, took 0.06 to 0.10 s a step longer than simulated: "
+    "on one H200 overlap and stream, with small copies by kernels, took up to 0.06 s a step longer than simulated: "
     "docs/plan.md, What is not"
 )
 TRACED_HOST = "traced, where the profiler slows the host, compute idled for them longer than in none:"
@@ -85,6 +87,7 @@ def plan_lines(
     clip = f", clip {c.clip:.3g}" if c.clip else ""
     yield f"  compute  forward {c.forward:.3g}, backward {c.backward:.3g}{clip}, update {c.update:.3g} s"
     yield from prose(inputs.compute_from, INDENT)
+    yield from prose(LOSS.format(c.loss) if c.loss else NO_LOSS, INDENT)
     ways = f"{gib(links.into)} in, {gib(links.out)} out, {gib(links.both)} both ways"
     yield f"  link     {ways}, GiB/s a rank while all copy"
     yield from prose(inputs.links_from, INDENT)
@@ -176,7 +179,7 @@ def what_if_lines(planned: Outcome, others: Sequence[tuple[WhatIf, Outcome]], ta
     yield "x none of chunked, overlap with 4 slots, and stream with half of the state as its budget; rates in GiB/s"
     yield f"least budget: GiB of state with which stream stays within {target:g} x none, and the GPU's peak with it"
     for what, _ in others:
-        yield from prose(f"{what.name}: {what.said}.")
+        yield from prose(f"{what.name}: {what.assumes(planned.inputs)}.")
 
 
 def _what_if_row(found: Outcome, exact: bool = True) -> list[str]:

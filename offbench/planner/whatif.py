@@ -10,14 +10,17 @@ from functools import cache
 from offbench.errors import UsageError
 from offbench.planner.choose import Candidate, Setting, at_budget, least_stream, stream_at
 from offbench.planner.gather import Inputs
-from offbench.planner.inputs import Compute, Links
+from offbench.planner.inputs import Links
 from offbench.planner.reality import REMOTE
 from offbench.planner.sources import links_of_machine
+from offbench.topology.capacity import generation as pcie_generation
 from offbench.topology.links import LinkKind
 from offbench.topology.model import Machine
 from offbench.workload import presets
 
 PCIE: tuple[LinkKind, ...] = ("gpu_link", "uplink")
+USUAL_GENERATION = 5
+"""Of PCIe, where nobody says: what an H200 has."""
 C2C = Links(330e9, 330e9, 330e9)
 """GB200, device to host from local memory, as published (torchtitan#3519); both ways together taken to be no more."""
 
@@ -31,6 +34,12 @@ class WhatIf:
     """What changes, and what is assumed."""
     change: Callable[[Inputs], Inputs]
     exact: bool = True
+    basis: Callable[[Inputs], str] | None = None
+    """What it assumes of these inputs."""
+
+    def assumes(self, inputs: Inputs) -> str:
+        """All of that in one line."""
+        return self.said if self.basis is None else f"{self.said}; {self.basis(inputs)}"
 
 
 @dataclass(frozen=True)
@@ -85,10 +94,20 @@ def _rates(share: float) -> Callable[[Inputs], Inputs]:
     return lambda inputs: replace(inputs, links=inputs.links.scaled(share))
 
 
-def _pcie(factor: float) -> Callable[[Inputs], Inputs]:
-    """PCIe links at another speed; what is known of sockets and memory stays."""
+def generation(inputs: Inputs) -> int | None:
+    """PCIe generation of the plan's GPUs, of several the lowest; None where nothing says."""
+    if inputs.pcie is not None:
+        return inputs.pcie
+    gpus = inputs.machine.gpus if inputs.machine is not None else ()
+    return min((found for gpu in gpus if (found := pcie_generation(gpu.pcie.max_gt_s))), default=None)
+
+
+def _pcie(wanted: int) -> Callable[[Inputs], Inputs]:
+    """PCIe links of another generation, each twice as fast as the one before; what is known of sockets and memory
+    stays."""
 
     def change(inputs: Inputs) -> Inputs:
+        factor = 2.0 ** (wanted - (generation(inputs) or USUAL_GENERATION))
         if inputs.machine is None:
             return replace(inputs, links=inputs.links.scaled(factor))
         ranks = min(inputs.job.world, len(inputs.machine.gpus))
@@ -96,6 +115,17 @@ def _pcie(factor: float) -> Callable[[Inputs], Inputs]:
         return replace(inputs, links=links)
 
     return change
+
+
+def _pcie_basis(inputs: Inputs) -> str:
+    if inputs.machine is None:
+        known = f"is Gen{inputs.pcie}" if inputs.pcie else f"is taken for Gen{USUAL_GENERATION}: nothing says"
+        return f"the planned one {known}; all of its rates are taken for PCIe's"
+    if not any(link.kind in PCIE and link.rates for link in inputs.machine.links):
+        return "no PCIe link is described, so nothing changes"
+    found = generation(inputs)
+    known = f"Gen{found} by its description" if found else f"taken for Gen{USUAL_GENERATION}: nothing says"
+    return f"the planned machine is {known}; its sockets and memory as they are"
 
 
 def _faster(machine: Machine, factor: float) -> Machine:
@@ -115,7 +145,8 @@ def _longer(inputs: Inputs) -> Inputs:
         shape = presets.find(job.model)
         times *= shape.flops_per_token(2 * job.seq_len, job.layers) / shape.flops_per_token(job.seq_len, job.layers)
     longer = replace(job, seq_len=None if job.seq_len is None else 2 * job.seq_len)
-    return replace(inputs, job=longer, compute=replace(c, forward=times * c.forward, backward=times * c.backward))
+    compute = replace(c, forward=times * c.forward, backward=times * c.backward, loss=2 * c.loss)
+    return replace(inputs, job=longer, compute=compute)
 
 
 def _accumulating(inputs: Inputs) -> Inputs:
@@ -123,7 +154,7 @@ def _accumulating(inputs: Inputs) -> Inputs:
     c, passes = inputs.compute, 4
     backward = passes * (c.forward + c.backward) - c.forward
     job = replace(inputs.job, grad_accum=passes * inputs.job.grad_accum)
-    return replace(inputs, job=job, compute=Compute(c.forward, backward, c.update, c.clip))
+    return replace(inputs, job=job, compute=replace(c, backward=backward))
 
 
 def _bf16(inputs: Inputs) -> Inputs:
@@ -140,20 +171,42 @@ def _nodes(inputs: Inputs) -> Inputs:
     return replace(inputs, job=wider, compute=replace(c, update=c.update * wider.layout.nbytes / job.layout.nbytes))
 
 
+def _longer_basis(inputs: Inputs) -> str:
+    if inputs.job.model is None or inputs.job.seq_len is None:
+        return "no model is known, so forward and backward take twice as long"
+    return "forward and backward grow with model FLOPs, the loss with tokens, at the same FLOP/s; so do activations"
+
+
+def _accumulating_basis(inputs: Inputs) -> str:
+    held = "gradients add up unsharded in fp32" if inputs.job.model is not None else "gradients stay sharded"
+    return f"each pass takes as long as a planned one, updates run before the first one's forward only, {held}"
+
+
 WHAT_IFS = (
-    WhatIf("ranks", "twice the ranks on every link: half of each rate", _rates(0.5)),
+    WhatIf("ranks", "twice the ranks on every link, of other jobs: half of each rate, the same shards", _rates(0.5)),
     WhatIf(
         "remote", f"buffers on the other socket: {REMOTE:g} of the rates, inferred from prime-rl#4427", _rates(REMOTE)
     ),
-    WhatIf("gen4", "PCIe Gen4: PCIe links at half their rate; sockets as they are", _pcie(0.5)),
-    WhatIf("gen6", "PCIe Gen6: PCIe links at twice their rate; sockets as they are", _pcie(2.0)),
+    WhatIf("gen4", "PCIe Gen4: half the rate of Gen5", _pcie(4), basis=_pcie_basis),
+    WhatIf("gen6", "PCIe Gen6: twice the rate of Gen5", _pcie(6), basis=_pcie_basis),
     WhatIf(
         "c2c",
-        "CPU and GPU on one C2C link: 307 GiB/s, published for GB200; both ways taken as no more",
+        "CPU and GPU on one C2C link: 307 GiB/s, published for GB200; both ways taken as no more, compute as planned",
         lambda i: replace(i, links=C2C),
     ),
-    WhatIf("sequence", "twice the tokens a sample; compute grows with model FLOPs", _longer),
-    WhatIf("accumulation", "four times the passes a step", _accumulating),
-    WhatIf("bf16-moments", "inexact: both moments in bf16, half the bytes", _bf16, exact=False),
-    WhatIf("nodes", "a second node: twice the ranks, collectives still hidden", _nodes),
+    WhatIf("sequence", "twice the tokens a sample", _longer, basis=_longer_basis),
+    WhatIf("accumulation", "four times the passes a step", _accumulating, basis=_accumulating_basis),
+    WhatIf(
+        "bf16-moments",
+        "inexact: both moments in bf16, half the bytes; parameters and gradients stay fp32, so a gradient frees as "
+        "many bytes as its moments take; AdamW is taken to be as fast as memory, 20 bytes a parameter instead of 28",
+        _bf16,
+        exact=False,
+    ),
+    WhatIf(
+        "nodes",
+        "a second, equal node: twice the ranks and tokens, half of the state and of AdamW a rank, the same links and "
+        "expert parallelism inside a node; forward and backward as planned, as if the network hid its collectives",
+        _nodes,
+    ),
 )

@@ -54,11 +54,12 @@ def difference(ours: Split, base: Split) -> Split:
     """Each part less that of `base`, the split of `none`: `step_s` of the total is the exposed time, `compute_s` how
     much slower the same kernels were; `kernels_digest` is None where others ran. A part that either lacks is None."""
     same = ours.kernels_digest if ours.kernels_digest == base.kernels_digest else None
-    fields = {name: _less(getattr(ours, name), getattr(base, name)) for name in ("total", *PHASES)}
+    fields = {name: less(getattr(ours, name), getattr(base, name)) for name in ("total", *PHASES)}
     return Split(steps=ours.steps, kernels_digest=same, **fields)
 
 
-def _less(ours: TimeParts, base: TimeParts) -> TimeParts:
+def less(ours: TimeParts, base: TimeParts) -> TimeParts:
+    """Each part less that of `base`; None where either lacks it."""
     found = {}
     for name in TimeParts.model_fields:
         left, right = getattr(ours, name), getattr(base, name)

@@ -30,6 +30,13 @@ def test_the_rate_is_the_one_measured_and_few_programs_ask_for_no_more() -> None
     assert Links(400 * GIB, 400 * GIB, 800 * GIB).in_place == pytest.approx(2 * 56.9 * GIB)
 
 
+def test_what_is_read_is_written_so_the_slower_way_sets_the_rate() -> None:
+    layout, lopsided = equal_chunks(8 * GIB, 8), Links(50 * GIB, 10 * GIB, 60 * GIB)
+    assert lopsided.in_place == 20 * GIB
+    found = simulate(zerocopy(), layout, Compute(0.1, 0.1, 0), lopsided)
+    assert found.step_s * ROUNDING >= 0.1 + lopsided.floor_s(layout.nbytes)
+
+
 def test_updates_run_in_order_beside_the_forward_which_they_slow() -> None:
     layout, links = equal_chunks(8 * GIB, 8), Links(100 * GIB, 100 * GIB, 200 * GIB)
     each = 2 * GIB / links.in_place

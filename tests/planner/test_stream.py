@@ -18,6 +18,7 @@ from offbench.planner.bounds import (
     hidden_at,
     main_s,
     out_in_forward,
+    resident_s,
     stream_s,
     window_s,
 )
@@ -202,6 +203,15 @@ def test_two_windows_share_out_what_moves() -> None:
     assert stream_s(10, 2, 1.0, long, links) == pytest.approx(1e3 + 8 / 2) == deferred_s(10, 2, long, links)
     # A short backward: what it has no time for costs the same in either window, so the floor is left.
     assert stream_s(10, 9, 0.5, Compute(1, 1, 0), links) == pytest.approx(links.floor_s(10))
+
+
+def test_what_moves_in_must_be_there_before_the_loss() -> None:
+    links, late = Links(2, 2, 3), Compute(1, 1e3, 0, loss=0.5)
+    assert deferred_exposed_s(10, 2, late, links) == pytest.approx(8 / 2 - 0.5)
+    assert hidden_at(10, late, links) == pytest.approx(10 - 2 * 0.5)
+    # The same windows as without a loss, and the loss after them.
+    assert stream_s(10, 2, 0.5, late, links) == pytest.approx(1e3 + 3 / 1.5 + 5 / 2 + 0.5)
+    assert resident_s(10, 2, 1, 0.5, late, links) == pytest.approx(1e3 + 2 / 1.5 + 6 / 2 + 0.5)
 
 
 def test_all_in_and_all_out_in_turn_is_main_and_both_at_once_is_chunked() -> None:

@@ -12,63 +12,105 @@ import pytest
 from offbench import cli
 from offbench.planner import plots
 from offbench.planner.chart import ticks
-from offbench.planner.gather import Inputs, PlanOptions, gather
+from offbench.planner.choose import at_budget
+from offbench.planner.gather import Inputs, gather
+from offbench.planner.options import PlanOptions
 from offbench.planner.result import Span
 from offbench.planner.simulate import simulate
-from offbench.planner.whatif import WHAT_IFS, Outcome, chosen, outcome, setting
+from offbench.planner.whatif import WHAT_IFS, WhatIf, chosen, outcome, setting
 from offbench.topology.model import Machine, Source
+from tests.planner.test_command import NATIVE
 from tests.planner.test_simulate import GIB, QWEN, SEED, SEED_LINKS, schedule
 
 PLANNED = gather(PlanOptions(source="seed-8xh200"), lambda: Machine(Source("live")))
 
 
-def under(name: str, inputs: Inputs = PLANNED) -> Outcome:
-    what = next(what for what in WHAT_IFS if what.name == name)
-    return outcome(name, what.change(inputs), 1.05)
+def what_if(name: str) -> WhatIf:
+    return next(what for what in WHAT_IFS if what.name == name)
+
+
+def under(name: str, inputs: Inputs = PLANNED) -> Inputs:
+    return what_if(name).change(inputs)
+
+
+def none_peak(inputs: Inputs) -> int:
+    return at_budget(setting(inputs), "none", 0).simulated.peak_bytes
 
 
 def test_more_ranks_on_a_link_halve_what_each_gets() -> None:
-    links = under("ranks").inputs.links
+    links = under("ranks").links
     assert (links.into, links.both) == pytest.approx((SEED_LINKS.into / 2, 38.75 * GIB / 2))
-    assert under("remote").inputs.links.into == pytest.approx(0.8 * SEED_LINKS.into)
+    assert under("remote").links.into == pytest.approx(0.8 * SEED_LINKS.into)
 
 
 def test_another_pcie_generation_leaves_sockets_as_they_are() -> None:
-    older, newer = under("gen4").inputs.links, under("gen6").inputs.links
+    older, newer = under("gen4").links, under("gen6").links
     assert older.into == pytest.approx(13 * GIB)
     assert newer.into == newer.both == pytest.approx(38.75 * GIB)  # the socket binds, one way too
     given = replace(PLANNED, machine=None)
-    assert under("gen6", given).inputs.links.both == pytest.approx(2 * 38.75 * GIB)
+    assert under("gen6", given).links.both == pytest.approx(2 * 38.75 * GIB)
+    assert what_if("gen6").assumes(PLANNED).endswith("Gen5 by its description; its sockets and memory as they are")
+    assert "taken for Gen5: nothing says" in what_if("gen6").assumes(given)
+    recorded = gather(PlanOptions(record=NATIVE), lambda: Machine(Source("live")))
+    assert "the planned one is Gen5; all of its rates" in what_if("gen6").assumes(recorded)
+    assert under("gen6", replace(recorded, pcie=6)).links == recorded.links
+
+
+def test_the_generation_is_the_described_machines() -> None:
+    assert PLANNED.machine
+    gpus = tuple(replace(gpu, pcie=replace(gpu.pcie, max_gt_s=16.0)) for gpu in PLANNED.machine.gpus)
+    older = replace(PLANNED, machine=replace(PLANNED.machine, gpus=gpus))
+    assert under("gen4", older).links == PLANNED.links
+    assert "is Gen4 by its description" in what_if("gen4").assumes(older)
+    unknown = replace(gpus[0], pcie=replace(gpus[0].pcie, max_gt_s=None))
+    silent = replace(PLANNED, machine=replace(PLANNED.machine, gpus=(unknown,)))
+    assert "taken for Gen5: nothing says" in what_if("gen4").assumes(silent)
+    sockets = tuple(link for link in PLANNED.machine.links if link.kind == "socket")
+    coherent = replace(PLANNED, machine=replace(PLANNED.machine, links=sockets))
+    assert under("gen6", coherent).links == under("gen4", coherent).links
+    assert "nothing changes" in what_if("gen6").assumes(coherent)
+
+
+def test_every_what_if_says_what_it_assumes_of_compute_and_bytes() -> None:
+    bare = replace(PLANNED, job=replace(PLANNED.job, model=None, state=28 * GIB))
+    said = {what.name: (what.assumes(PLANNED), what.assumes(bare)) for what in WHAT_IFS}
+    assert "the loss with tokens" in said["sequence"][0]
+    assert "twice as long" in said["sequence"][1]
+    assert "gradients add up unsharded" in said["accumulation"][0]
+    assert "gradients stay sharded" in said["accumulation"][1]
+    assert "20 bytes a parameter instead of 28" in said["bf16-moments"][0]
+    assert "as if the network hid its collectives" in said["nodes"][0]
+    assert all(len(text) > 40 for texts in said.values() for text in texts)
 
 
 def test_a_c2c_link_needs_almost_no_state_on_the_gpu() -> None:
-    found = under("c2c")
+    found = outcome("c2c", under("c2c"), 1.05)
     assert found.least is not None
     assert found.least.budget <= 2 * GIB
     assert found.overlap.simulated.step_s < 1.02 * found.none.simulated.step_s
 
 
 def test_longer_sequences_take_more_than_twice_the_compute_and_other_memory() -> None:
-    longer, was = under("sequence"), outcome("as planned", PLANNED, 1.05)
-    assert longer.inputs.compute.forward > 2.5 * SEED.forward  # attention grows faster than the tokens
-    assert longer.inputs.compute.update == SEED.update
-    assert longer.none.simulated.peak_bytes > was.none.simulated.peak_bytes
-    assert longer.inputs.job.tokens_per_step == 2 * 131072
+    longer = under("sequence")
+    assert longer.compute.forward > 2.5 * SEED.forward  # attention grows faster than the tokens
+    assert (longer.compute.update, longer.compute.loss) == (SEED.update, 2 * PLANNED.compute.loss)
+    assert none_peak(longer) > none_peak(PLANNED)
+    assert longer.job.tokens_per_step == 2 * 131072
     bare = gather(
         PlanOptions(size="28GiB", forward=1.0, backward=2.0, one_way="26GiB/s"), lambda: Machine(Source("live"))
     )
-    assert under("sequence", bare).inputs.compute.backward == 4.0
+    assert under("sequence", bare).compute.backward == 4.0
 
 
 def test_accumulated_passes_leave_one_forward_after_the_update() -> None:
-    found = under("accumulation").inputs
-    assert found.compute.forward == SEED.forward
+    found = under("accumulation")
+    assert (found.compute.forward, found.compute.loss) == (SEED.forward, PLANNED.compute.loss)
     assert found.compute.total == pytest.approx(4 * (SEED.forward + SEED.backward) + SEED.update)
     assert found.job.tokens_per_step == 4 * 131072
 
 
 def test_bf16_moments_halve_the_bytes_and_say_that_they_are_inexact() -> None:
-    what = next(what for what in WHAT_IFS if what.name == "bf16-moments")
+    what = what_if("bf16-moments")
     assert not what.exact
     assert what.said.startswith("inexact")
     found = what.change(PLANNED)
@@ -81,31 +123,34 @@ def test_bf16_moments_halve_the_bytes_and_say_that_they_are_inexact() -> None:
 
 
 def test_a_second_node_halves_a_ranks_state() -> None:
-    assert under("nodes").inputs.job.layout.nbytes == pytest.approx(QWEN.nbytes / 2, rel=1e-3)
-    assert under("nodes").inputs.job.world == 16
+    assert under("nodes").job.layout.nbytes == pytest.approx(QWEN.nbytes / 2, rel=1e-3)
+    assert under("nodes").job.world == 16
     bare = replace(PLANNED, job=replace(PLANNED.job, model=None, state=28 * GIB))
-    assert under("nodes", bare).inputs.job.layout.nbytes == pytest.approx(14 * GIB, rel=1e-4)
+    assert under("nodes", bare).job.layout.nbytes == pytest.approx(14 * GIB, rel=1e-4)
 
 
 def test_the_section_has_a_row_and_an_assumption_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--from", "seed-8xh200", "--what-if", "gen4", "--what-if", "c2c"]) == 0
+    slow = ["--one-way", "1GiB/s", "--bytes", "28GiB", "--layers", "8", "--forward", "0.1", "--backward", "0.1"]
+    slow += ["--target", "1", "--state-budget", "0GiB"]
+    assert cli.main(["plan", *slow, "--what-if", "bf16-moments", "--what-if", "c2c"]) == 0
     shown = capsys.readouterr().out.splitlines()
     at = shown.index("What if")
-    assert [line.split("  ")[0] for line in shown[at + 2 : at + 5]] == ["as planned", "gen4", "c2c"]
+    assert [line.split("  ")[0] for line in shown[at + 2 : at + 5]] == ["as planned", "bf16-moments (inexact)", "c2c"]
     assert any(line.startswith("c2c: CPU and GPU on one C2C link") for line in shown)
-    slow = ["--one-way", "1GiB/s", "--bytes", "28GiB", "--forward", "0.1", "--backward", "0.1", "--target", "1"]
-    assert cli.main(["plan", *slow, "--what-if", "bf16-moments", "--what-if", "nodes"]) == 0
-    shown = capsys.readouterr().out
+    assert any("none does" in line for line in shown)  # with the target at none itself, a slow link leaves no budget
     assert chosen(("gen4", "all")) == list(WHAT_IFS)
-    assert "bf16-moments (inexact)" in shown
-    assert "none does" in shown  # with the target at none itself, a slow link leaves no budget
 
 
 def texts(path: Path) -> list[str]:
     return [node.text or "" for node in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_figures_say_that_they_are_simulated_and_from_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+PAGE = Path(__file__).parent.parent.parent / "docs" / "how-fast-can-offload-be.md"
+
+
+def test_the_pages_figures_are_those_that_the_command_makes_and_say_from_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["plan", "--from", "seed-8xh200", "--plot", str(tmp_path / "new")]) == 0
     written = [Path(line.removeprefix("wrote ")) for line in capsys.readouterr().out.splitlines()]
     assert [path.name for path in written] == ["bound.svg", "memory.svg", "link.svg", "timeline.svg"]
@@ -113,17 +158,10 @@ def test_figures_say_that_they_are_simulated_and_from_what(tmp_path: Path, capsy
         said = " ".join(texts(path))
         assert "Simulated, not measured: qwen3-30b-a3b, 8 ranks, 28.4 GiB of state a rank" in said
         assert {"main", "chunked", "overlap", "stream", "bound"} & {word.strip(",:") for word in said.split()}
-
-
-PAGE = Path(__file__).parent.parent.parent / "docs" / "how-fast-can-offload-be.md"
-
-
-def test_the_pages_figures_are_those_that_the_command_makes(tmp_path: Path) -> None:
     shown = [line.split("](")[1].split(")")[0] for line in PAGE.read_text().splitlines() if line.startswith("![")]
-    made = {path.name: path.read_text() for path in plots.write(tmp_path, PLANNED)}
-    assert {Path(name).name for name in shown} == set(made)
+    assert {Path(name).name for name in shown} == {path.name for path in written}
     for name in shown:
-        assert (PAGE.parent / name).read_text() == made[Path(name).name], (
+        assert (PAGE.parent / name).read_text() == (tmp_path / "new" / Path(name).name).read_text(), (
             "make it again: offbench plan --from seed-8xh200 --plot docs/figures"
         )
 
