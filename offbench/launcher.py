@@ -30,6 +30,8 @@ from offbench.progress import Progress, ProgressTail
 POLL_S = 0.1
 GRACE_S = 5.0
 """From the polite signal to the one that cannot be refused."""
+END_S = 5.0
+"""Most time the latter may take to end all that is left."""
 DUMP_S = 30.0
 """Most time one stack dump may take."""
 
@@ -177,7 +179,7 @@ def end_all(process: subprocess.Popen[bytes], folder: Path) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + END_S
     while (left := members(folder)) and time.monotonic() < deadline:
         for member in left:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from offbench.verify.ranks import yield_cores
 
 
 def _child(rank: int, function: Callable[..., Any], world: int, folder: str, arguments: tuple[Any, ...]) -> None:
+    gc.freeze()  # or a collection would write to, and thereby copy, all that this process shares with its parent
     torch.set_num_threads(1)
     yield_cores()
     timeout = datetime.timedelta(seconds=60)

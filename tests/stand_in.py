@@ -32,12 +32,13 @@ def main() -> None:
     if act in {"hang", "crash", "die"}:
         if act == "hang":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        wait_for_ever()
+        wait_for_ever(out / f"waiting-{rank}")
 
 
-def wait_for_ever() -> None:
-    """Leave a helper in a session of its own, as a compiler pool may, and never return."""
+def wait_for_ever(sign: Path) -> None:
+    """Leave a helper in a session of its own, as a compiler pool may, and the sign; never return."""
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    sign.touch()
     while True:
         time.sleep(0.1)
 

@@ -1,4 +1,4 @@
-"""Real launches on the CPU through the command line: torchrun, gloo, the whole record."""
+"""Launches on the CPU through the command line: gloo, the whole record. Two under torchrun, the others forked."""
 
 from __future__ import annotations
 
@@ -7,49 +7,62 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from offbench import cli
+from offbench.offload import updates
+from offbench.offload.adamw import OffloadedAdamW
+from offbench.offload.small_copies import KernelCopies
+from offbench.workload.activation_offload import ActivationOffload
+from offbench.workload.broadcast import Broadcaster
+from tests.forked import ForkedLauncher
 
-def launch(
-    results: Path, *options: str, env: dict[str, str] | None = None
-) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
-    command = [
-        sys.executable,
-        "-m",
-        "offbench",
-        "run",
-        "--device",
-        "cpu",
-        "--model",
-        "tiny",
-        "--results",
-        str(results),
-    ]
+Record = dict[str, Any]
+ON_THE_CPU = ("run", "--device", "cpu", "--model", "tiny", "--results")
+
+
+def recorded(results: Path) -> list[Record]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def launch(results: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[Record]]:
     done = subprocess.run(
-        [*command, *options],
+        [sys.executable, "-m", "offbench", *ON_THE_CPU, str(results), *options],
         check=False,
         text=True,
         capture_output=True,
         timeout=240,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    lines = results.read_text().splitlines() if results.exists() else []
-    return done, [json.loads(line) for line in lines]
+    return done, recorded(results)
+
+
+def fork(results: Path, *options: str, sabotage: Callable[[], None] | None = None) -> tuple[int, list[Record]]:
+    """The same with forked ranks; the command line's exit code and the records."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "make_launcher", lambda: ForkedLauncher(sabotage))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        return cli.main([*ON_THE_CPU, str(results), *options]), recorded(results)
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    arms = [word for arm in ("none", "chunked", "overlap") for word in ("--arm", arm)]
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
+    """Of two ranks each: overlap under torchrun, the others forked."""
     results = tmp_path_factory.mktemp("run") / "out.jsonl"
-    done, found = launch(results, *arms, "--nproc", "2", "--ep", "2", "--warmup", "1", "--steps", "2", "--numa")
+    options = ("--nproc", "2", "--ep", "2", "--warmup", "1", "--steps", "2", "--numa")
+    code, found = fork(results, "--arm", "none", "--arm", "chunked", *options)
+    assert code == 0, found
+    done, found = launch(results, "--arm", "overlap", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     return {record["spec"]["arm"]["name"]: record for record in found}
 
 
-def test_every_check_of_a_launch_holds(records: dict[str, dict[str, Any]]) -> None:
+def test_every_check_of_a_launch_holds(records: dict[str, Record]) -> None:
     assert list(records) == ["none", "chunked", "overlap"]
     for record in records.values():
         assert record["status"] == "ok"
@@ -73,7 +86,7 @@ def test_every_check_of_a_launch_holds(records: dict[str, dict[str, Any]]) -> No
         assert record["spec"]["arm"]["readbacks"] == "copy"
 
 
-def test_arms_train_the_same_bit_for_bit(records: dict[str, dict[str, Any]]) -> None:
+def test_arms_train_the_same_bit_for_bit(records: dict[str, Record]) -> None:
     def course(name: str) -> list[object]:
         trained = records[name]["warmup_steps"] + records[name]["steps"]
         steps = [(step["loss"], step["grad_norm"], step["clip_factor"]) for step in trained]
@@ -83,7 +96,7 @@ def test_arms_train_the_same_bit_for_bit(records: dict[str, dict[str, Any]]) -> 
 
 
 def test_norms_are_those_before_clipping_and_the_factor_says_what_became_of_them(
-    records: dict[str, dict[str, Any]],
+    records: dict[str, Record],
 ) -> None:
     """DeepSpeed#7302, #7220, #8068, transformers#37566, prime-rl#3234"""
     for record in records.values():
@@ -94,7 +107,7 @@ def test_norms_are_those_before_clipping_and_the_factor_says_what_became_of_them
             assert step["clip_factor"] == pytest.approx(min(1.0, max_norm / (step["grad_norm"] + 1e-6)), rel=1e-5)
 
 
-def test_bytes_moved_are_those_of_the_state(records: dict[str, dict[str, Any]]) -> None:
+def test_bytes_moved_are_those_of_the_state(records: dict[str, Record]) -> None:
     for name, record in records.items():
         state = record["local_params"] * 8
         moved = record["moved"]
@@ -108,7 +121,7 @@ def test_bytes_moved_are_those_of_the_state(records: dict[str, dict[str, Any]]) 
             assert moved[f"{way}_bytes_per_step"] == pytest.approx(state, rel=0.02)
 
 
-def test_unmeasured_figures_are_null(records: dict[str, dict[str, Any]]) -> None:
+def test_unmeasured_figures_are_null(records: dict[str, Record]) -> None:
     record = records["overlap"]
     assert record["peak"]["steady_allocated_bytes"] is None
     assert record["link"]["both_bytes_per_s"] is None
@@ -116,7 +129,7 @@ def test_unmeasured_figures_are_null(records: dict[str, dict[str, Any]]) -> None
     assert record["small_copies"]["longest_wait_s"] is None
 
 
-def test_small_copies_are_counted_in_every_record_and_alike_in_all_arms(records: dict[str, dict[str, Any]]) -> None:
+def test_small_copies_are_counted_in_every_record_and_alike_in_all_arms(records: dict[str, Record]) -> None:
     """Layers and two more units gather and scatter; the CPU has no mailbox for expert counts."""
     counts = [record["small_copies"] for record in records.values()]
     assert counts[0]["uploads_per_step"] > 2 * records["none"]["spec"]["workload"]["layers"]
@@ -124,21 +137,27 @@ def test_small_copies_are_counted_in_every_record_and_alike_in_all_arms(records:
     assert counts == 3 * [counts[0]]
 
 
+def traced(folder: Path, record: Record) -> list[dict[str, Any]]:
+    """The events of the launch's one trace, which has two steps."""
+    (name,) = record["traces"]
+    with gzip.open(folder / name, "rt") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    steps = sorted(event["name"] for event in events if event["name"].startswith("ProfilerStep#"))
+    assert steps == ["ProfilerStep#4", "ProfilerStep#5"], "after the window of steps 1 to 3 and one to warm up"
+    return events
+
+
 def test_a_rehearsal_on_the_cpu(tmp_path: Path) -> None:
     options = ["--arm", "none", "--arm", "stream", "--mode", "rehearsal", "--world", "8", "--nproc", "1", "--ep", "8"]
     options += ["--profile", str(tmp_path / "traces")]
-    done, found = launch(tmp_path / "r.jsonl", *options, "--warmup", "1", "--steps", "2", "--activation-offload")
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, found = fork(tmp_path / "r.jsonl", *options, "--warmup", "1", "--steps", "2", "--activation-offload")
+    assert code == 0, found
     first, second = found
     assert first["spec"]["mode"]["kind"] == "rehearsal"
     assert [s["loss"] for s in first["steps"]] == [s["loss"] for s in second["steps"]]
     assert first["expert_tokens_max_over_mean"] == 1.0
     for record in found:
-        (name,) = record["traces"]
-        with gzip.open(tmp_path / "traces" / name, "rt") as file:
-            events = json.load(file)["traceEvents"]
-        steps = sorted(event["name"] for event in events if event["name"].startswith("ProfilerStep#"))
-        assert steps == ["ProfilerStep#4", "ProfilerStep#5"], "after the window of steps 1 to 3 and one to warm up"
+        events = traced(tmp_path / "traces", record)
         stamps = [e["name"] for e in sorted(events, key=lambda e: e["ts"]) if e["name"].startswith("offbench::")]
         one_step = ["begin", "forward", "backward", "clip", "step", "end"]
         assert stamps == [f"offbench::{name}" for name in 2 * one_step]
@@ -146,13 +165,16 @@ def test_a_rehearsal_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_two_more_windows_check_the_step(tmp_path: Path) -> None:
+    """Under torchrun, with a trace, too."""
     options = ["--arm", "chunked", "--mode", "rehearsal", "--world", "2", "--nproc", "1", "--layers", "1"]
+    options += ["--profile", str(tmp_path / "traces")]
     done, (record,) = launch(tmp_path / "w.jsonl", *options, "--warmup", "1", "--steps", "2", "--check-window")
     assert record["window_slope_s"] > 0
     # A CPU's steps may well differ by more than 0.5 %: then the launch is invalid, for this reason alone.
     wrong = [name for name, found in record["checks"].items() if found != "ok"]
     assert (wrong, done.returncode) in (([], 0), (["window slope"], 1))
     assert len(record["steps"]) == 2, "the two windows enter no other figure"
+    assert traced(tmp_path / "traces", record)
 
 
 def test_a_job_that_no_rank_could_build_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -166,35 +188,38 @@ def test_a_job_that_no_rank_could_build_is_refused_before_anything_starts(tmp_pa
 
 def test_a_state_budget_moves_less(tmp_path: Path) -> None:
     options = ("--arm", "overlap", "--nproc", "1", "--warmup", "1", "--steps", "2")
-    _, (all_moves,) = launch(tmp_path / "a.jsonl", *options)
-    done, (record,) = launch(tmp_path / "b.jsonl", *options, "--state-budget", "2MiB")
-    assert done.returncode == 0, done.stdout + done.stderr
+    _, (all_moves,) = fork(tmp_path / "a.jsonl", *options)
+    code, (record,) = fork(tmp_path / "b.jsonl", *options, "--state-budget", "2MiB")
+    assert code == 0, record
     assert set(record["checks"].values()) == {"ok"}
     saved = all_moves["moved"]["in_bytes_per_step"] - record["moved"]["in_bytes_per_step"]
     assert 0 < saved <= 2 << 20
     assert record["params_checksum"] == all_moves["params_checksum"]
 
 
-SABOTAGE = {
-    "updates": "import offbench.offload.updates as m; m.run = lambda *_: None",
-    "fsdp copies": "import offbench.offload.small_copies as m; m.KernelCopies.__init__ = lambda s: setattr(s, "
-    "'copies_in', 0); m.KernelCopies.restore = lambda s: None",
-    "activations": (
-        "from offbench.workload.activation_offload import ActivationOffload as A; A._save = lambda self, block, x: x"
-    ),
-}
+def no_updates() -> None:
+    updates.run = lambda *_: None  # type: ignore[assignment]
+
+
+def no_kernel_copies() -> None:
+    KernelCopies.__init__ = lambda self: setattr(self, "copies_in", 0)  # type: ignore[method-assign]
+    KernelCopies.restore = lambda self: None  # type: ignore[method-assign]
+
+
+def no_activation_offload() -> None:
+    ActivationOffload._save = lambda self, block, x: x  # type: ignore[method-assign]
+
+
+SABOTAGE = {"updates": no_updates, "fsdp copies": no_kernel_copies, "activations": no_activation_offload}
 
 
 @pytest.mark.parametrize("check", SABOTAGE)
 def test_an_arm_that_does_not_do_its_work_is_invalid(check: str, tmp_path: Path) -> None:
-    """A sitecustomize on the ranks' path breaks the arm from inside."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif 'OFFBENCH_SPEC' in os.environ and 'LOCAL_RANK' in os.environ:\n    " + SABOTAGE[check]
-    )
+    """Each rank breaks the arm from inside."""
     options = ("--arm", "overlap", "--activation-offload", "--nproc", "1", "--warmup", "1", "--steps", "1")
     options += ("--fsdp-copies", "kernel")
-    done, (record,) = launch(tmp_path / "s.jsonl", *options, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"})
-    assert done.returncode == 1
+    code, (record,) = fork(tmp_path / "s.jsonl", *options, sabotage=SABOTAGE[check])
+    assert code == 1
     assert record["status"] == "invalid"
     assert record["reason"].startswith(f"{check}: ")
 
@@ -203,8 +228,8 @@ BROADCAST = ("--nproc", "2", "--ep", "2", "--warmup", "2", "--steps", "2", "--br
 
 
 def test_weight_broadcasts_are_recorded_and_checked(tmp_path: Path) -> None:
-    done, found = launch(tmp_path / "b.jsonl", "--arm", "none", "--arm", "overlap", *BROADCAST)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, found = fork(tmp_path / "b.jsonl", "--arm", "none", "--arm", "overlap", *BROADCAST)
+    assert code == 0, found
     for record in found:
         sent = record["broadcast"]
         assert record["checks"]["replica"] == "ok"
@@ -218,27 +243,22 @@ def test_weight_broadcasts_are_recorded_and_checked(tmp_path: Path) -> None:
     assert first == second
 
 
-REPLICA_SABOTAGE = {
-    "no drain": (
-        "from contextlib import nullcontext; from offbench.offload.adamw import OffloadedAdamW as A; "
-        "A.settled = lambda _: nullcontext()"
-    ),
-    "no delta": (
-        "from offbench.workload.broadcast import Broadcaster as A; "
-        "A._send_delta = lambda *_: None; A._send_whole = lambda *_: None"
-    ),
-}
+def no_drain() -> None:
+    OffloadedAdamW.settled = lambda self: nullcontext()  # type: ignore[assignment,method-assign]
+
+
+def no_delta() -> None:
+    Broadcaster._send_delta = lambda *_: None  # type: ignore[assignment,method-assign]
+    Broadcaster._send_whole = lambda *_: None  # type: ignore[assignment,method-assign]
+
+
+REPLICA_SABOTAGE = {"no drain": no_drain, "no delta": no_delta}
 
 
 @pytest.mark.parametrize("fault", REPLICA_SABOTAGE)
 def test_a_stale_replica_is_invalid(fault: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif 'OFFBENCH_SPEC' in os.environ and 'LOCAL_RANK' in os.environ:\n    " + REPLICA_SABOTAGE[fault]
-    )
-    env = {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
-    done, (record,) = launch(
-        tmp_path / "s.jsonl", "--arm", "overlap", "--lead", "1", "--ahead", "0", *BROADCAST, env=env
-    )
-    assert done.returncode == 1
+    options = ("--arm", "overlap", "--lead", "1", "--ahead", "0", *BROADCAST)
+    code, (record,) = fork(tmp_path / "s.jsonl", *options, sabotage=REPLICA_SABOTAGE[fault])
+    assert code == 1
     assert record["status"] == "invalid"
     assert record["checks"]["replica"].endswith("such)")

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,10 +39,29 @@ def test_ok(tmp_path: Path) -> None:
     assert list(tmp_path.glob("logs/**/stderr.log"))
 
 
-def test_a_hang_becomes_a_timeout_with_stacks_and_leaves_no_process(tmp_path: Path) -> None:
-    end, _ = launch(tmp_path, "hang", timeout_s=12)
+def hang(folder: Path) -> bool:
+    """Whether both ranks wait for ever, each with its helper."""
+    return len(list(folder.glob("waiting-*"))) == 2
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No patience with stand-ins, which refuse to end."""
+    monkeypatch.setattr(launcher, "GRACE_S", 0.3)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_hang_becomes_a_timeout_with_stacks_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clock() -> float:
+        """99 s pass when both ranks hang."""
+        return time.monotonic() + 99 * hang(tmp_path)
+
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    end, _ = launch(tmp_path, "hang", timeout_s=99)
     assert members(tmp_path) == []
-    outcome = classify(tmp_path, end, 12)
+    outcome = classify(tmp_path, end, 99)
     assert (outcome.status, outcome.phase) == ("timeout", "build")
     assert outcome.failure is not None
     assert outcome.failure.stacks is not None
@@ -95,6 +116,7 @@ def test_a_rank_killed_before_it_said_anything_was_starting(tmp_path: Path) -> N
     assert (late.reason or "").startswith("not done after 1 s, in start; ")
 
 
+@pytest.mark.usefixtures("hasty")
 def test_an_interrupt_ends_the_launch_and_a_second_one_does_not_stop_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +128,7 @@ def test_an_interrupt_ends_the_launch_and_a_second_one_does_not_stop_that(
         end_all(process, folder)
 
     def interrupt_once_running() -> None:
-        while not list(tmp_path.glob("rank-*.json")):
+        while not hang(tmp_path):
             pass_time.wait(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -179,7 +179,7 @@ def test_a_termination_signal_interrupts(tmp_path: Path) -> None:
 
 
 def test_what_cannot_fit_is_skipped_with_the_numbers(tmp_path: Path) -> None:
-    wide = spec("chunked", layers=100_000)
+    wide = spec("chunked", layers=30_000)
     report, launcher, out = run(tmp_path / "r.jsonl", {}, [spec(), wide])
     assert [record.status for record in report.records] == ["ok", "skipped"]
     assert launcher.launched == [spec()]

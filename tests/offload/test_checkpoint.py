@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,18 @@ def save(rank: int, arm: str, folder: str) -> dict[str, torch.Tensor]:
     return full(model, optimizer)
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: str
+    content: dict[str, torch.Tensor]
+    """Whole, as `full` gathers it."""
+
+    @functools.cached_property
+    def continued(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """As plain AdamW loads it on two ranks, and where three more steps lead."""
+        return on_ranks(2, load, "plain", self.folder)[0]
+
+
 def load(rank: int, arm: str, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What the loaded job holds, and where three more steps lead."""
     model = sharded.build(CPU)
@@ -64,18 +79,32 @@ def load(rank: int, arm: str, folder: str) -> tuple[dict[str, torch.Tensor], dic
     return loaded, full(model, optimizer)
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """By arm, its checkpoint of two ranks: each is saved once for all tests."""
+
+    @functools.cache
+    def saved_by(arm: str) -> Checkpoint:
+        folder = str(tmp_path_factory.mktemp(arm))
+        return Checkpoint(folder, on_ranks(2, save, arm, folder)[0])
+
+    return saved_by
+
+
 @pytest.mark.parametrize(
     ("source", "target", "world"),
     [("overlap", "overlap", 2), ("stream", "stream", 2), ("stream", "chunked", 4), ("chunked", "overlap", 1),
      ("overlap", "stream", 4), ("stream", "plain", 2), ("plain", "overlap", 2), ("plain", "main", 4)],
 )  # fmt: skip
-def test_saved_on_two_ranks_loaded_on_others(source: str, target: str, world: int, tmp_path: Path) -> None:
-    saved = on_ranks(2, save, source, str(tmp_path))[0]
-    loaded, continued = on_ranks(world, load, target, str(tmp_path))[0]
-    assert sharded.differences(saved, loaded) == []
+def test_saved_on_two_ranks_loaded_on_others(
+    source: str, target: str, world: int, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    saved = checkpoint(source)
+    loaded, continued = on_ranks(world, load, target, saved.folder)[0]
+    assert sharded.differences(saved.content, loaded) == []
     if world == 2:  # at another world size the data differs, and so do the sums of gradients
-        expected, reached = on_ranks(2, load, "plain", str(tmp_path))[0]
-        assert sharded.differences(saved, expected) == []
+        expected, reached = saved.continued
+        assert sharded.differences(saved.content, expected) == []
         assert sharded.differences(reached, continued) == []
 
 
@@ -85,9 +114,8 @@ def resharded_matches_plain(rank: int, folder: str) -> list[str]:
     return [f"{arm}: {name}" for arm, found in results.items() for name in sharded.differences(expected, found)]
 
 
-def test_continuation_after_resharding_equals_plain(tmp_path: Path) -> None:
-    on_ranks(2, save, "overlap", str(tmp_path))
-    assert on_ranks(4, resharded_matches_plain, str(tmp_path)) == [[]] * 4
+def test_continuation_after_resharding_equals_plain(checkpoint: Callable[[str], Checkpoint]) -> None:
+    assert on_ranks(4, resharded_matches_plain, checkpoint("overlap").folder) == [[]] * 4
 
 
 def asynchronous(rank: int, arm: str, folder: str) -> list[str]:

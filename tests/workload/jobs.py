@@ -3,6 +3,7 @@ of their own."""
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,7 @@ def train(rank: int, chosen: RunSpec, steps: int = 3, device: torch.device = CPU
 
 
 def _child(_: int, function: Callable[..., Any], rank: int, world: int, file: str, arguments: tuple[Any, ...]) -> None:
+    gc.freeze()  # as in tests.ranks
     torch.set_num_threads(1)
     init_rehearsal(rank, world)
     torch.save(function(rank, *arguments), file)
