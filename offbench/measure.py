@@ -169,7 +169,8 @@ class StepRecorder:
 
     def finish(self) -> RunRecord | None:
         """Drain, probe the link, gather all ranks' figures (collectives), append the record. Returns it on rank 0,
-        else None."""
+        else None. Raises UsageError before the window is over."""
+        self._order.finish(self._steps.done, self._steps.total)
         self._steps.close(self._drain)
         link, warnings = self._probe()
         reports = self._told(self._report(link, warnings))

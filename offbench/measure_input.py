@@ -62,6 +62,11 @@ class StepOrder:
             raise UsageError("end(): no loss for this step; call report(loss) before optimizer.step()")
         self._inside = self._reported = False
 
+    def finish(self, done: int, total: int) -> None:
+        """The run ends after so many of its steps."""
+        if done < total:
+            raise UsageError(f"finish() after {done} of {total} steps: wait for end() to be True, or ask for fewer")
+
     def _within(self, call: str) -> None:
         if not self._inside:
             raise UsageError(f"{call} outside a step: call begin() first")

@@ -145,6 +145,8 @@ def test_calls_out_of_order_are_refused_and_those_between_steps_change_nothing(t
         with pytest.raises(UsageError, match="no loss for this step"):
             recorder.end()
         recorder.report(one)
+        with pytest.raises(UsageError, match=r"finish\(\) after \d of 3 steps: wait for end\(\)"):
+            recorder.finish()
         done = recorder.end()
         recorder.mark("forward")  # of an evaluation
     with pytest.raises(UsageError, match=r"mark\('fwd'\): phases are forward, backward"):

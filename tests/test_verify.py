@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import signal
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -338,7 +341,7 @@ def test_the_reference_runs_no_more_often_than_it_must(monkeypatch: pytest.Monke
         known: ranks.References = {}
         with open(tmp_path / arms_[0], "w") as out:
             for row, case in enumerate(jobs):
-                ranks._train(Trial(case, 0, torch.device("cpu")), row, launch, known, out)
+                ranks._train(ranks._Line(Trial(case, 0, torch.device("cpu")), row, launch, out), known)
         assert runs == expected
         last = json.loads((tmp_path / arms_[0]).read_text().splitlines()[-1])
         assert last[2] == ("FAIL" if arms_ == ["none"] else "pass")
@@ -423,9 +426,39 @@ def test_ranks_end_with_an_interruption(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     monkeypatch.setattr(ranks.ProcessContext, "join", interrupted)
     launch = ranks.Launch(2, 2, "cpu", (Case(2), Case(2, "moe")), tuple(variants([])), quick=True)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(ranks.Interrupted):
         ranks.run([launch], tmp_path)
     assert [process.exitcode for process in begun] == [-signal.SIGKILL] * 2
+
+
+def test_what_was_found_before_an_interruption_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    differs, main_process = Trial.differs, os.getpid()
+
+    def ended_in_the_second(self: Trial, *arguments: Any) -> Any:
+        if not self.case.clip:
+            os.kill(main_process, signal.SIGTERM)
+            time.sleep(60)
+        return differs(self, *arguments)
+
+    monkeypatch.setattr(Trial, "differs", ended_in_the_second)
+    only(monkeypatch, Case(1), Case(1, clip=False))
+    assert main([*WORDS, "--nproc", "1", "--arm", "none", "--arm", "chunked"]) == 130
+    captured = capfd.readouterr()
+    assert captured.out.splitlines()[1:3] == [
+        "1 rank, mlp, bf16, clip     pass     pass     pass",
+        "1 rank, mlp, bf16, no clip  not run  not run  not run",
+    ]
+    assert "not run: none, 1 rank, mlp, bf16, no clip and 2 more cells: interrupted" in captured.out
+    assert "1 rank, mlp, bf16, clip (1 of 2): " in captured.err
+    assert "rank 0: pass" in captured.err
+
+
+def test_an_interrupted_cell_counts_only_when_every_rank_has_answered() -> None:
+    answers = [said(NONE, 0, "pass"), said(NONE, 1, "started"), said(OVERLAP, 0, "pass")]
+    cells = judge([CASE], [NONE, OVERLAP], answers, rehearsed=False, interrupted=True)
+    assert [(cell.verdict, cell.text) for cell in cells] == [("not run", "interrupted")] * 2
 
 
 def test_one_process_rehearses_a_larger_world(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ from offbench.offload.counters import StepCounters
 from offbench.offload.deferral import deferrable, in_gather_order
 from offbench.offload.engine import Engine
 from offbench.offload.engines import engine_for
-from offbench.offload.hoststore import HostStore
+from offbench.offload.hoststore import HostStore, require_room
 from offbench.offload.hyper import capture, refuse, refuse_options
 from offbench.offload.layout import Member, local_of, moments_in
 from offbench.offload.misplaced import misplaced
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
 from offbench.offload.stale import hidden
-from offbench.offload.state import check_saved, load_groups, load_moments, places
+from offbench.offload.state import check_own, check_saved, load_groups, load_moments, places
 from offbench.offload.streams import DeviceStreams, Streams
 from offbench.offload.updates import ChunkUpdates, Implementation, have_gradients, take_gradients
 from offbench.offload.zerocopy.support import in_host_memory
@@ -71,8 +72,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         **others: Any,
     ) -> None:
         self._settled = 0
-        self._laid_out: set[nn.Parameter] = set()
-        """Parameters that have a chunk. `state` cannot tell: whoever reads it for a frozen one leaves an entry."""
+        self._laid_out: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+        """Parameters that have a chunk, and the moments in it. `state` cannot tell: whoever reads it for a frozen one
+        leaves an entry, and trainers may replace its tensors."""
         refuse_options(others, implementation)
         super().__init__(
             params, lr, betas, eps, weight_decay, fused=implementation == "fused", foreach=implementation == "foreach"
@@ -97,6 +99,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         """State that stays on the device, by chunk: all of it, or what `schedule.resident_bytes` allows."""
         self._updates: list[ChunkUpdates] = []
         self._counters = StepCounters()
+        self._taken: list[nn.Parameter] = []
+        """Parameters whose gradients the last step() took, until they are zeroed."""
         self._engine: Engine | None = None
         self._finalizer: weakref.finalize[[Engine, fsdp.ReadGuard], OffloadedAdamW] | None = None
         self._debug = debug
@@ -121,10 +125,14 @@ class OffloadedAdamW(torch.optim.AdamW):
         sizes = [local_of(p).numel() * local_of(p).element_size() for p, _ in parameters]
         new = plan_chunks(sizes, self.schedule.chunk_bytes, after=self.chunks)
         keep = leading((*self.chunks, *new), self.schedule.resident_bytes if self.schedule.offloaded else None)
-        for chunk in new:
-            if chunk.index in keep:
-                self._resident[chunk.index] = torch.zeros(chunk.nbytes, dtype=torch.uint8, device=self.device)
-        self.store.extend([0 if chunk.index in self._resident else chunk.nbytes for chunk in new])
+        require_room(sum(chunk.nbytes for chunk in new if chunk.index not in keep))  # before the device's memory goes
+        stay = {
+            chunk.index: torch.zeros(chunk.nbytes, dtype=torch.uint8, device=self.device)
+            for chunk in new
+            if chunk.index in keep
+        }
+        self.store.extend([0 if chunk.index in stay else chunk.nbytes for chunk in new])
+        self._resident.update(stay)
         homes = [self._resident.get(chunk.index, self.store.chunk(chunk.index)) for chunk in new]
         counters = torch.zeros(len(parameters), device=self.device if self.implementation == "fused" else "cpu")
         moments = [offsets for chunk in new for offsets in chunk.offsets]
@@ -132,14 +140,15 @@ class OffloadedAdamW(torch.optim.AdamW):
             Member(p, group, step, offsets)
             for (p, group), step, offsets in zip(parameters, counters.unbind(), moments, strict=True)
         ]
-        states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
-        steps = iter(self._counters.make(len(members)))
+        found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for chunk, home in zip(new, homes, strict=True):
             mine, members = members[: len(chunk.members)], members[len(chunk.members) :]
-            states |= {p: {"step": next(steps), **found} for p, found in moments_in(home, mine).items()}
+            found |= moments_in(home, mine)
             self._updates.append(ChunkUpdates(chunk, mine, self.implementation))
-        self.state.update((parameter, states[parameter]) for parameter in given)
-        self._laid_out.update(given)
+        steps = dict(zip(found, self._counters.make(len(found)), strict=True))
+        for parameter in given:  # in torch's order
+            self.state[parameter] = {"step": steps[parameter], **found[parameter]}
+        self._laid_out |= found
         self.chunks += new
         if self.schedule.offloaded:
             self._engine = engine_for(
@@ -184,15 +193,14 @@ class OffloadedAdamW(torch.optim.AdamW):
             raise OffbenchError(
                 "step() after detach(): the model's gathers would not wait for it; make a new optimizer"
             )
-        if len(self.state) < len(self._laid_out):
-            raise OffbenchError(
-                "optimizer.state was cleared, but the moments are still there; to start anew, make a new optimizer"
-            )
+        check_own(self.state, dict(islice(self._laid_out.items(), 1)))  # what replaces any replaces all of them
         if late := self._without_state(lambda p: p.grad is not None):  # frozen until now
             self._lay_out(late)
         hypers = [capture(group) for group in self.param_groups]
-        works, counters = take_gradients(self._updates, self.state, hypers, self.schedule.deferred, self._in_place)
-        if self._debug and self.schedule.deferred:
+        deferred = self.schedule.deferred
+        works, counters, parameters = take_gradients(self._updates, self.state, hypers, deferred, self._in_place)
+        self._taken = parameters if deferred else []
+        if self._debug and deferred:
             works = [hidden(work, self._streams) for work in works]
         if self._engine is not None:
             self._engine.step(works)
@@ -200,6 +208,15 @@ class OffloadedAdamW(torch.optim.AdamW):
             for work in works:
                 work.update(Staged.whole(self._resident[work.chunk.index]))
         self._counters.count(counters)  # no kernel reads these: the device's work is queued first
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Gradients that a deferred step() took become zeros, too, unless None is asked for: a parameter
+        that the next backward does not reach then decays and moves by its moments as in torch."""
+        super().zero_grad(set_to_none)
+        taken, self._taken = self._taken, []
+        for parameter in [] if set_to_none else taken:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _in_place(self, chunk: Chunk) -> bool:
         """Whether a kernel of ours updates this chunk in host memory; on the CPU torch's does."""
@@ -232,6 +249,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             home = self._resident.get(index, self.store.chunk(index))
             for parameter, moments in moments_in(home, self._updates[index].members).items():
                 self.state[parameter].update(moments)
+                self._laid_out[parameter] = moments
         self.schedule = replace(self.schedule, resident_bytes=nbytes)
         self._engine.extend(self.chunks, self.schedule)
 
@@ -295,12 +313,18 @@ class OffloadedAdamW(torch.optim.AdamW):
         super().add_param_group(param_group)
         if late:
             self.drain()
-            if new := self._without_state(lambda p: p.requires_grad):
-                self._lay_out(new)
+            try:
+                if new := self._without_state(lambda p: p.requires_grad):
+                    self._lay_out(new)
+            except Exception:  # what is refused, or finds no memory, is not added
+                self.param_groups.pop()
+                raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's, drained first; the moments are the host tensors themselves, not copies."""
+        """As torch.optim.AdamW's, drained first. Moments are the host tensors themselves, not copies: clone what is
+        written while training goes on."""
         self.drain()
+        check_own(self.state, self._laid_out)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -309,6 +333,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         Raises OffbenchError when the groups or shapes do not fit this optimizer's.
         """
         self.drain()
+        check_own(self.state, self._laid_out)
         state_dict = state_dict.copy()  # as torch: hooks may change theirs
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)

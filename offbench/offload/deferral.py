@@ -1,4 +1,5 @@
-"""May updates be deferred on this model and torch? If not, they run synchronously, and one warning says why."""
+"""May updates be deferred on this model and torch? If not, they run synchronously, and one warning says why. On a
+torch that nobody has checked a test decides, and a warning says what."""
 
 from __future__ import annotations
 
@@ -22,6 +23,9 @@ def deferrable(
     """The schedule itself, or, when a reader of some parameter could not be made to wait, its synchronous form."""
     why = _not_deferrable(model, parameters, streams)
     if why is None:
+        if not is_checked(torch.__version__):
+            text = f"torch {torch.__version__} is unknown here and passes the start-up test; updates overlap"
+            warnings.warn(f"{schedule.name}: {text}", UserWarning, stacklevel=4)
         return schedule
     warnings.warn(f"{schedule.name}: {why}; updates run synchronously inside step()", UserWarning, stacklevel=4)
     return dataclasses.replace(schedule, deferred=False, write_back="forward")

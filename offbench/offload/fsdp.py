@@ -46,6 +46,7 @@ LookAhead = Callable[[bool], None]
 """Queue what comes next; True: the host has time."""
 
 _GUARDS = "_offbench_guards"
+_DRAINS = "_offbench_drains"
 _GROUP = (
     "unshard",
     "wait_for_unshard",
@@ -123,8 +124,9 @@ def meshes(model: nn.Module) -> list[DeviceMesh]:
 
 
 class ReadGuard:
-    """Makes every gather of a parameter wait until its chunk is updated, and `state_dict()` and `load_state_dict()`,
-    of the model and of every FSDP2 module in it, until all are: a late update must not hit weights that were loaded.
+    """Makes every gather of a parameter wait until its chunk is updated, and `state_dict()`, `load_state_dict()` and
+    what moves or converts parameters (`to()`, `cpu()`, `to_empty()`), of the model and of every FSDP2 module in it,
+    until all are: a late update must not hit weights that were loaded, nor memory that parameters have left.
 
     chunk_of: chunk index by sharded parameter. before_read: queues what is missing and returns the events to wait for.
     before_backward, after_backward: a module's backward is about to begin; all of the model's is over. look_ahead: the
@@ -155,7 +157,7 @@ class ReadGuard:
             if module is model or isinstance(module, FSDPModule):
                 saving = module.register_state_dict_pre_hook(lambda *_: drain())  # type: ignore[no-untyped-call]
                 loading = module.register_load_state_dict_pre_hook(lambda *_: drain())  # type: ignore[no-untyped-call]
-                self._undo += [saving.remove, loading.remove]
+                self._undo += [saving.remove, loading.remove, _before_apply(module, drain)]
 
     def restore(self) -> None:
         """Leave the model as it was."""
@@ -242,6 +244,31 @@ def _install(group: Any, guards: list[_Guard]) -> None:
         return wait_for_unshard()
 
     group.unshard, group.wait_for_unshard = unshard_after_update, wait_after_update
+
+
+def _before_apply(module: nn.Module, drain: Callable[[], None]) -> Callable[[], None]:
+    """Drain before `module._apply`, which has no hooks and through which all conversions go. It is wrapped once,
+    however many optimizers there are."""
+    drains: list[Callable[[], None]] | None = module.__dict__.get(_DRAINS)
+    if drains is None:
+        drains = module.__dict__.setdefault(_DRAINS, [])
+        apply: Callable[..., Any] = module._apply
+        before = drains
+
+        def apply_drained(*args: Any, **kwargs: Any) -> Any:
+            for each in before:
+                each()
+            return apply(*args, **kwargs)
+
+        module.__dict__["_apply"] = apply_drained
+    drains.append(drain)
+
+    def undo() -> None:
+        drains.remove(drain)
+        if not drains:
+            del module.__dict__["_apply"], module.__dict__[_DRAINS]
+
+    return undo
 
 
 def _wait_all(stream: Any, events: Iterable[Event]) -> None:

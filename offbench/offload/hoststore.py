@@ -113,7 +113,7 @@ class HostStore:
 
     def _slab(self, nbytes: int) -> torch.Tensor:
         if not nbytes:  # all of these chunks' state stays on the device
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         rounded = -(-nbytes // PAGE) * PAGE
         try:
             memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -35,7 +35,8 @@ def capture(group: dict[str, Any]) -> Hyper:
 
 
 def refuse(group: Mapping[str, Any], implementation: str | None = None) -> None:
-    """Raise OffbenchError for an option that would not be exact; with `implementation`, for another kernel as well."""
+    """Raise OffbenchError for an option that would not be exact; with `implementation`, as a group is added, for
+    another kernel and for a parameter that is in it twice (of which torch only warns) as well."""
     for option in _REFUSED:
         if group.get(option):
             raise OffbenchError(f"OffloadedAdamW does not support {option}=True")
@@ -47,13 +48,18 @@ def refuse(group: Mapping[str, Any], implementation: str | None = None) -> None:
                 f"{kernel}=True beside implementation='{implementation}': all groups run one kernel, whose bits are "
                 f"its own; pass implementation='{kernel}' instead"
             )
+    params = group.get("params") if implementation is not None else None
+    if isinstance(params, list) and len(set(params)) < len(params):
+        raise OffbenchError("a parameter is in a param group twice: it would have two states, and be updated twice")
     if any(parameter.is_complex() for parameter in group.get("params", ()) if isinstance(parameter, torch.Tensor)):
         raise OffbenchError("OffloadedAdamW does not support complex parameters; pass torch.view_as_real of them")
 
 
 def refuse_options(options: Mapping[str, Any], implementation: str) -> None:
     """The constructor's options that torch.optim.AdamW has and this does not. Raises OffbenchError for one that asks
-    for something, TypeError for a name that torch does not know either."""
+    for something and for an unknown kernel, TypeError for a name that torch does not know either."""
+    if implementation not in ("fused", "foreach"):
+        raise OffbenchError(f"implementation={implementation!r}: choose 'fused' or 'foreach'")
     for name in options:
         if name not in (*_REFUSED, "fused", "foreach"):
             raise TypeError(f"OffloadedAdamW has no option {name}")

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from offbench.errors import OffbenchError
 from offbench.offload.staged import Staged
 
 
@@ -45,10 +47,47 @@ class Member:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """The local shard of a DTensor, sharing its memory; a plain tensor itself."""
+    """The local shard of a DTensor, sharing its memory; a plain tensor itself. Raises OffbenchError for a subclass of
+    tensor that does not keep its values in one tensor like itself."""
     found = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
     assert isinstance(found, torch.Tensor)
-    return found
+    return found if type(found) is torch.Tensor else _inside(found)
+
+
+def _inside(wrapper: Any) -> torch.Tensor:
+    """What a wrapper keeps its values in: weights that are gathered in another format (float8) are wrappers around the
+    tensor that is trained, and have no memory of their own. What a collective still writes is waited for."""
+    if isinstance(wrapper, AsyncCollectiveTensor):
+        return wrapper.wait()
+    if not hasattr(wrapper, "__tensor_flatten__"):
+        return wrapper  # type: ignore[no-any-return]
+    inner: list[torch.Tensor] = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+    if len(inner) != 1 or (inner[0].shape, inner[0].dtype) != (wrapper.shape, wrapper.dtype):
+        raise OffbenchError(
+            f"a parameter is a {type(wrapper).__name__}, whose values are not in one tensor of its shape and dtype: "
+            "there is nothing AdamW could update in place; give such parameters to another optimizer"
+        )
+    return inner[0]
+
+
+def gradient_of(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """The local shard of a parameter's gradient, placed as the parameter is.
+
+    FSDP2 reduces gradients to that. Tensor parallelism alone does not: that of a replicated weight under sequence
+    parallelism is a sum still to be made over the ranks (`Partial`). torch's optimizers make it inside their kernels'
+    DTensor operations; here it is a collective of its own, in the same order on all ranks.
+    """
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor) or gradient._spec is parameter._spec:
+        return local_of(gradient)
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local_of(gradient)
+
+
+def laid_out(local: torch.Tensor) -> tuple[object, ...]:
+    """What a parameter's moments are laid out for: shape, dtype, device and, if it is not contiguous, strides."""
+    strides = () if local.is_contiguous() else local.stride()
+    return local.shape, local.dtype, local.device, strides
 
 
 def apart(view: torch.Tensor) -> torch.Tensor:

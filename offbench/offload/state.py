@@ -8,6 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
 
 from offbench.errors import OffbenchError
 from offbench.offload.hyper import refuse
@@ -16,6 +17,21 @@ from offbench.offload.layout import local_of
 OURS = ("params", "param_names", "fused", "foreach", "capturable", "decoupled_weight_decay")
 """Group keys a checkpoint does not overwrite: they say how this process runs, not what it trains. The last one is
 Adam's in a state that Adam saved, which torch's AdamW loads, too."""
+
+
+def check_own(
+    state: Mapping[torch.Tensor, Mapping[str, Any]], laid_out: Mapping[nn.Parameter, Mapping[str, torch.Tensor]]
+) -> None:
+    """Raise OffbenchError where an optimizer's state has no longer the moments that were laid out: a checkpoint of it
+    would hold what no step updates."""
+    for parameter, moments in laid_out.items():
+        now = state.get(parameter, {})
+        if any(now.get(name) is not moment for name, moment in moments.items()):
+            raise OffbenchError(
+                "optimizer.state was cleared, or its moments replaced by others, as trainers do that move it to the "
+                "device and back themselves; step() updates those it was made with: switch that off, or make a new "
+                "optimizer"
+            )
 
 
 def check_saved(

@@ -6,6 +6,7 @@ step is made once: every tensor made anew costs the host a microsecond or more.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,11 +20,14 @@ from offbench.offload.cuts import Cuts
 from offbench.offload.engine import Work
 from offbench.offload.gradients import own
 from offbench.offload.hyper import Hyper
-from offbench.offload.layout import Member, local_of
+from offbench.offload.layout import Member, gradient_of, laid_out
 from offbench.offload.staged import Staged
 
 Implementation = Literal["fused", "foreach"]
 """torch's kernels. Their bits differ, so an update is compared only with its own implementation."""
+
+Shard = tuple[torch.Tensor, torch.Tensor]
+"""A local shard, and the same memory flat."""
 
 
 class ChunkUpdates:
@@ -36,22 +40,24 @@ class ChunkUpdates:
         self.members = tuple(members)
         self.chunk = chunk
         self._implementation = implementation
-        self._flat: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        """By position: a member's local shard, its address, and its flat view."""
+        self._laid_out = [laid_out(member.local) for member in self.members]
+        self._flat: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+        """By position: a member's local shard, its address, and its flat view, which goes when the shard does: where a
+        trainer moves the model off the device, nothing here may hold on to its memory."""
         self._cuts: Cuts | None = None
 
     def work(
-        self, present: Sequence[int], gradients: list[torch.Tensor], hypers: Sequence[Hyper], in_place: bool
+        self, present: Mapping[int, Shard], gradients: list[torch.Tensor], hypers: Sequence[Hyper], in_place: bool
     ) -> Work:
         """The update with the gradients and hyperparameters (by param group) as they are now.
 
-        present: positions of the members that have gradients. gradients: theirs, flat, or shaped as the local shards.
-        in_place: the state will be in host memory. Nothing in the work refers to the optimizer: dropping that must
-        drain what is pending.
+        present: `shard` of the members that have gradients, by position. gradients: theirs, flat, or shaped as the
+        local shards. in_place: the state will be in host memory. Nothing in the work refers to the optimizer: dropping
+        that must drain what is pending.
         """
-        locals_ = [self.members[position].local for position in present]
+        locals_ = [local for local, _ in present.values()]
         is_flat = all(tensor.is_contiguous() for tensor in (*locals_, *gradients))
-        flats = [self._flat_view(position, local) for position, local in zip(present, locals_, strict=True)]
+        flats = [flat for _, flat in present.values()]
         parameters = flats if is_flat else locals_
         members = [self.members[position] for position in present]
         cuts = self._find_cuts(locals_) if is_flat and len(present) == len(self.members) else None
@@ -77,13 +83,32 @@ class ChunkUpdates:
 
         return Work(self.chunk, update, gradients, locals_)
 
-    def _flat_view(self, position: int, local: torch.Tensor) -> torch.Tensor:
-        """A contiguous local shard, flat; FSDP2 may re-lay it at the first forward, and users may swap its memory."""
+    def shard(self, position: int) -> Shard:
+        """A member's local shard, and the same flat if it is contiguous. FSDP2 may re-lay it at the first forward, and
+        users may swap its memory. Raises OffbenchError where its moments would no longer fit it."""
+        local = self.members[position].local
         known = self._flat.get(position)
-        if known is None or known[0] is not local or known[1] != local.data_ptr():
-            flat = local if local.dim() == 1 or not local.is_contiguous() else local.view(-1)
-            known = self._flat[position] = (local, local.data_ptr(), flat)
-        return known[2]
+        if known is None or known[0]() is not local or known[1] != local.data_ptr():
+            if (found := laid_out(local)) != (wanted := self._laid_out[position]):
+                raise OffbenchError(
+                    f"a parameter is {_described(found)} now and was {_described(wanted)} when its moments were laid "
+                    "out; change it back before step(), or make a new optimizer"
+                )
+            flat = local.detach()  # a view of `local` itself would keep it
+            if flat.dim() != 1 and flat.is_contiguous():
+                flat = flat.view(-1)
+            known = self._flat[position] = (self._ref(position, local), local.data_ptr(), flat)
+        return local, known[2]
+
+    def _ref(self, position: int, local: torch.Tensor) -> weakref.ref[torch.Tensor]:
+        """To the shard; the flat view goes with it."""
+        this = weakref.ref(self)  # no cycle: parameters would wait for the garbage collector
+
+        def gone(ref: weakref.ref[torch.Tensor]) -> None:
+            if (me := this()) is not None and position in me._flat and me._flat[position][0] is ref:
+                del me._flat[position]
+
+        return weakref.ref(local, gone)
 
     def _find_cuts(self, locals_: Sequence[torch.Tensor]) -> Cuts | None:
         """How staged bytes are cut into all members' moments; None when these are of several dtypes."""
@@ -107,17 +132,18 @@ def take_gradients(
     hypers: Sequence[Hyper],
     deferred: bool,
     in_place: Callable[[Chunk], bool],
-) -> tuple[list[Work], list[torch.Tensor]]:
-    """A step's works, and the counters (from `state`) of the parameters in them, those that have a gradient.
+) -> tuple[list[Work], list[torch.Tensor], list[nn.Parameter]]:
+    """A step's works, the counters (from `state`) of the parameters in them, those that have a gradient, and these.
 
     deferred: gradients become ours, and `p.grad` is None afterwards. in_place: whether a chunk's state will be in host
-    memory. Raises OffbenchError for a sparse gradient; no gradient is taken then.
+    memory. Raises OffbenchError for a sparse gradient, and for a parameter that its moments do not fit; no gradient is
+    taken then.
     """
-    found: list[tuple[ChunkUpdates, list[int]]] = []
+    found: list[tuple[ChunkUpdates, dict[int, Shard]]] = []
     parameters: list[nn.Parameter] = []
     gradients: list[torch.Tensor] = []
     for update in updates:
-        present = []
+        present = {}
         for position, member in enumerate(update.members):
             gradient = member.parameter.grad
             if gradient is not None:
@@ -126,9 +152,9 @@ def take_gradients(
                         f"a parameter of shape {tuple(gradient.shape)} has a sparse gradient, which AdamW does not "
                         "support; make it with sparse=False"
                     )
-                present.append(position)
+                present[position] = update.shard(position)
                 parameters.append(member.parameter)
-                gradients.append(local_of(gradient))
+                gradients.append(gradient_of(member.parameter, gradient))
         if present:
             found.append((update, present))
     counters = [state[parameter]["step"] for parameter in parameters]
@@ -141,7 +167,13 @@ def take_gradients(
         mine = gradients[taken : taken + len(present)]
         works.append(update.work(present, mine, hypers, in_place(update.chunk)))
         taken += len(present)
-    return works, counters
+    return works, counters, parameters
+
+
+def _described(found: tuple[Any, ...]) -> str:
+    shape, dtype, device, strides = found
+    where = f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"
+    return f"{where} with strides {strides}" if strides else where
 
 
 def _shaped(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ from offbench.hardware import visible_gpus
 from offbench.verify import table
 from offbench.verify.cases import LARGE_MODELS, SMALL_MODELS, WORLDS, cases, variants
 
+INTERRUPTED = 130
+
 if TYPE_CHECKING:
     from offbench.offload.streams import Why
 
@@ -34,7 +36,8 @@ class VerifyFlags:
 
 
 def verify_command(flags: VerifyFlags) -> int:
-    """Run the matrix; 0 when everything that could be judged is equal, 1 otherwise.
+    """Run the matrix; 0 when everything that could be judged is equal, 1 otherwise, 130 when interrupted: the table
+    then has what was found by then.
 
     Raises UsageError before anything starts for a request that makes no sense.
     """
@@ -47,7 +50,8 @@ def verify_command(flags: VerifyFlags) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it: ranks share the host's few cores
     import torch
 
-    from offbench.verify.ranks import Launch, run
+    from offbench.runner import terminations_interrupt
+    from offbench.verify.ranks import Found, Interrupted, Launch, run
 
     drop = _drop(flags.drop_wait, device)
     began = time.perf_counter()
@@ -58,19 +62,25 @@ def verify_command(flags: VerifyFlags) -> int:
         parts = _parts(len(jobs), processes, device)
         launches.append(Launch(world, processes, device, jobs, tuple(chosen), flags.quick, drop, parts))
     cells: list[table.Cell] = []
+    interrupted = False
     # One GPU waits for the host most of the time, and has room for several processes that do not talk to each other.
     alone = device == "cuda" and all(launch.processes == 1 for launch in launches)
     for together in [launches] if alone else [[launch] for launch in launches]:
-        with tempfile.TemporaryDirectory() as folder:
-            found = run(together, Path(folder))
+        found: Found = [([], None) for _ in together]
+        if not interrupted:
+            try:
+                with terminations_interrupt(), tempfile.TemporaryDirectory() as folder:
+                    found = run(together, Path(folder))
+            except Interrupted as early:
+                found, interrupted = early.found, True
         for launch, (answers, failure) in zip(together, found, strict=True):
-            cells += table.judge(launch.cases, chosen, answers, launch.rehearsed, failure)
+            cells += table.judge(launch.cases, chosen, answers, launch.rehearsed, failure, interrupted)
     if flags.format == "json":
         print(table.to_json(cells, device, torch.__version__))
     else:
         print("\n".join(table.to_table(cells)))
     print(f"{device}, torch {torch.__version__}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
-    return table.exit_code(cells)
+    return INTERRUPTED if interrupted else table.exit_code(cells)
 
 
 def _device(asked: str) -> tuple[str, int]:

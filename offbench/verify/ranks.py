@@ -11,10 +11,11 @@ import dataclasses
 import datetime
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
@@ -61,9 +62,20 @@ class Launch:
         return self.processes < self.world
 
 
-def run(launches: Sequence[Launch], folder: Path) -> list[tuple[list[Answer], str | None]]:
-    """Train everything, all launches at the same time; of each the ranks' answers, and what went wrong when a rank
-    ended before its time.
+Found = list[tuple[list[Answer], str | None]]
+"""Of each launch the ranks' answers, and what went wrong when a rank ended before its time."""
+
+
+class Interrupted(Exception):
+    """Somebody ended it; what had been answered by then is in `found`."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__("interrupted")
+        self.found = found
+
+
+def run(launches: Sequence[Launch], folder: Path) -> Found:
+    """Train everything, all launches at the same time. Raises Interrupted in place of KeyboardInterrupt.
 
     folder: an empty one, for the ranks' files.
     """
@@ -77,28 +89,32 @@ def run(launches: Sequence[Launch], folder: Path) -> list[tuple[list[Answer], st
                 where.mkdir()
                 started.append((number, where, _start(launch, part, where)))
         return _collect(launches, started)
-    except BaseException:  # interrupted: the ranks would train on to the end, and this process wait for them
+    except BaseException as error:  # the ranks would train on to the end, and this process wait for them
         for process in (process for _, _, context in started for process in context.processes):
             process.kill()
             process.join()
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(_collect(launches, [(number, where, None) for number, where, _ in started])) from error
         raise
 
 
-def _collect(
-    launches: Sequence[Launch], started: Sequence[tuple[int, Path, ProcessContext]]
-) -> list[tuple[list[Answer], str | None]]:
-    """Wait for the ranks, and read what they found."""
-    found: list[tuple[list[Answer], str | None]] = [([], None) for _ in launches]
+def _collect(launches: Sequence[Launch], started: Sequence[tuple[int, Path, ProcessContext | None]]) -> Found:
+    """Wait for the ranks, unless they have ended, and read what they found."""
+    found: Found = [([], None) for _ in launches]
     for number, where, context in started:
         answers, failure = found[number]
         try:
-            while not context.join():
+            while context is not None and not context.join():
                 pass
         except ProcessException as error:
             failure = failure or str(error).strip().splitlines()[-1]
-        answers += [answer for rank in range(launches[number].processes) for answer in _read(where, rank)]
+        answers += _answers(launches[number], where)
         found[number] = answers, failure
     return found
+
+
+def _answers(launch: Launch, where: Path) -> list[Answer]:
+    return [answer for rank in range(launch.processes) for answer in _read(where, rank)]
 
 
 def _start(launch: Launch, part: int, where: Path) -> ProcessContext:
@@ -111,16 +127,18 @@ def _start(launch: Launch, part: int, where: Path) -> ProcessContext:
 
 
 def _read(where: Path, rank: int) -> Iterator[Answer]:
-    """A rank's answers, as far as it got."""
+    """A rank's answers, as far as it got; of a line that was cut short, nothing."""
     path = where / f"{rank}.jsonl"
     if path.exists():
-        for line in path.read_text().splitlines():
+        text = path.read_text()
+        for line in text[: text.rfind("\n") + 1].splitlines():
             case, arm, verdict, text, difference = json.loads(line)
             yield Answer(case, arm, rank, verdict, text, difference)
 
 
 def _rank(rank: int, launch: Launch, part: int, folder: str) -> None:
     """A rank's process. Its file gets a line per cell, whole or not at all."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forked: the handler is that of the process that waits
     torch.set_num_threads(1)
     yield_cores()
     device = _join(rank, launch, folder)
@@ -130,10 +148,12 @@ def _rank(rank: int, launch: Launch, part: int, folder: str) -> None:
             if launch.part_of(row) != part:
                 continue
             began = time.perf_counter()
-            _train(Trial(case, rank, device, launch.drop), row, launch, references, out)
-            if rank == 0:
+            line = _Line(Trial(case, rank, device, launch.drop), row, launch, out)
+            _train(line, references)
+            if rank == 0:  # so much is known of it if the whole is killed before the table
                 where = f"{row + 1} of {len(launch.cases)}"
-                print(f"{case.name} ({where}): {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+                took = f"{time.perf_counter() - began:.1f} s"
+                print(f"{case.name} ({where}): {took}, rank 0: {line.in_words}", file=sys.stderr, flush=True)
     dist.destroy_process_group()
 
 
@@ -192,10 +212,9 @@ def _reference(trial: Trial, references: References) -> Snapshot:
     return references[case]
 
 
-def _train(trial: Trial, row: int, launch: Launch, references: References, out: TextIO) -> None:
+def _train(line: _Line, references: References) -> None:
     """One row of the table."""
-    line = _Line(trial, row, launch, out)
-    left = dict(enumerate(launch.variants))
+    trial, left = line.trial, dict(enumerate(line.launch.variants))
     if why := trial.case.not_applicable:
         line.answer_all("n/a", why)
         return
@@ -222,9 +241,18 @@ class _Line:
     row: int
     launch: Launch
     out: TextIO
+    said: dict[str, str] = field(default_factory=dict)
+    """The last word about each variant."""
+
+    @property
+    def in_words(self) -> str:
+        """Its verdicts, as in `pass`, or `FAIL overlap, FAIL stream`."""
+        others = [f"{word} {name}" for name, word in self.said.items() if word != "pass"]
+        return ", ".join(others) if len(set(self.said.values())) > 1 else next(iter(self.said.values()))
 
     def answer(self, variant: Variant, verdict: str, text: str = "", difference: object = None) -> None:
         """A word about one cell; the last one counts."""
+        self.said[variant.name] = verdict
         print(json.dumps([self.trial.case.name, variant.name, verdict, text, difference]), file=self.out)
 
     def answer_all(self, verdict: str, text: str) -> None:

@@ -46,8 +46,10 @@ def judge(
     answers: Sequence[Answer],
     rehearsed: bool,
     failure: str | None = None,
+    interrupted: bool = False,
 ) -> list[Cell]:
-    """A verdict for each cell. failure: why the ranks ended early; the cell they were in then fails with it."""
+    """A verdict for each cell. failure: why the ranks ended early; the cell they were in then fails with it, unless
+    they were interrupted: what was not answered by then was not run."""
     by_cell: dict[tuple[str, str], dict[int, Answer]] = {}
     for answer in answers:  # the last word of each rank
         by_cell.setdefault((answer.case, answer.arm), {})[answer.rank] = answer
@@ -56,7 +58,11 @@ def judge(
         for variant in variants:
             said = by_cell.get((case.name, variant.name), {})
             worst = min(said.values(), key=lambda answer: ORDER.index(answer.verdict), default=None)
-            if worst is None:
+            ranks = 1 if rehearsed else case.world
+            unsaid = worst is None or worst.verdict == "started" or (worst.verdict == "pass" and len(said) < ranks)
+            if interrupted and unsaid:
+                cells.append(Cell(case, variant, rehearsed, "not run", "interrupted"))
+            elif worst is None:
                 cells.append(Cell(case, variant, rehearsed, "not run", f"the ranks had ended: {failure}"))
             elif worst.verdict == "started":
                 cells.append(Cell(case, variant, rehearsed, "FAIL", f"the ranks ended: {failure}"))
@@ -93,8 +99,15 @@ def to_table(cells: Sequence[Cell]) -> list[str]:
 def _remarks(cells: Sequence[Cell]) -> list[str]:
     lines = []
     for cell in cells:
-        if cell.verdict in ("FAIL", "not judgeable", "not run"):
+        if cell.verdict in ("FAIL", "not judgeable"):
             lines.append(f"{cell.verdict}: {cell.variant.name}, {cell.case.name}: {cell.text}")
+    not_run: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.verdict == "not run":
+            not_run.setdefault(cell.text, []).append(cell)
+    for why, (first, *others) in not_run.items():
+        more = f" and {count(len(others), 'more cell')}" if others else ""
+        lines.append(f"not run: {first.variant.name}, {first.case.name}{more}: {why}")
     if any(cell.variant.name.endswith("/whole") for cell in cells):
         lines.append(
             "/whole: the first step holds all state on the device at once, later ones have a slot for each chunk"

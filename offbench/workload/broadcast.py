@@ -109,7 +109,9 @@ class Broadcaster:
         self.replica: dict[str, Tensor] = {}
         """bf16 weights by parameter name, whole, on the CPU; NaN until the first broadcast; empty but on rank 0."""
         if self._rank == 0:
-            self.replica = {p.name: torch.full(p.shape, math.nan, dtype=torch.bfloat16) for p in self._parts}
+            self.replica = {
+                p.name: torch.full(p.shape, math.nan, dtype=torch.bfloat16, device="cpu") for p in self._parts
+            }
 
     @property
     def whole_bytes(self) -> int:

@@ -29,10 +29,9 @@ def build(device: torch.device, prefetch: bool = True) -> Model:
 
 
 def schedule_of(arm: str, **options: Any) -> Schedule:
-    """The arm's schedule with 1 MiB chunks."""
+    """The arm's schedule, by default with 1 MiB chunks."""
     found, _ = find(arm)
-    options = {"pieces": 1} | options
-    return found.schedule(found.resolve(chunk_bytes=1 << 20, **options))
+    return found.schedule(found.resolve(**{"pieces": 1, "chunk_bytes": 1 << 20} | options))
 
 
 def optimizer_of(arm: str, model: nn.Module, streams: Streams | None, **options: Any) -> OffloadedAdamW:

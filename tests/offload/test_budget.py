@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from offbench.errors import OffbenchError
-from offbench.offload import OffloadedAdamW
+from offbench.offload import OffloadedAdamW, hoststore
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.budget import leading
 from offbench.offload.chunks import plan_chunks
@@ -139,3 +140,15 @@ def test_leading_chunks_fit_whole_and_empty_ones_are_always_there() -> None:
     assert leading(chunks, None) == {0, 1, 2}
     empty = plan_chunks([0], 1024)
     assert leading((*empty, *plan_chunks([512, 512], 1024, after=empty)), 0) == {0}
+
+
+def test_a_container_too_small_is_said_before_the_device_holds_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*_: object, **__: object) -> None:
+        raise AssertionError("memory for the state that stays, though there is no room for the rest")
+
+    monkeypatch.setattr(hoststore, "cgroup_memory", lambda root: [(8192, 4096)])
+    parameters = [torch.nn.Parameter(torch.ones(1024)) for _ in range(4)]
+    schedule = dataclasses.replace(sharded.schedule_of("chunked", state_budget=8192), chunk_bytes=8192)
+    monkeypatch.setattr(torch, "zeros", taken)
+    with pytest.raises(OffbenchError, match="this container may take only"):
+        OffloadedAdamW(parameters, schedule=schedule)

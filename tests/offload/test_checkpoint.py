@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,7 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from offbench.offload.adversary import AdversarialStreams
@@ -161,6 +168,41 @@ def placement(rank: int) -> list[bool]:
 
 def test_moments_are_saved_as_shards_not_as_copies() -> None:
     assert on_ranks(2, placement) == [[True] * 4] * 2
+
+
+FORMS = {
+    "whole on rank 0, broadcast": (
+        StateDictOptions(full_state_dict=True, cpu_offload=True),
+        StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    ),
+    "flat names, as torchtitan saves": (StateDictOptions(flatten_optimizer_state_dict=True),) * 2,
+}
+"""Options to get and to set a state_dict with."""
+
+
+def handed_over(rank: int, form: str) -> list[str]:
+    """Got with updates pending, set in another job, and both trained on."""
+    getting, setting = FORMS[form]
+    model = sharded.build(CPU)
+    optimizer = sharded.optimizer_of("overlap", model, AdversarialStreams({}), lead=1, ahead=0)
+    sharded.train(model, optimizer, rank, CPU, steps=range(3))
+    weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=getting))
+    assert bool(weights) == bool(state) == (rank == 0 or not getting.full_state_dict)
+    other = sharded.build(CPU)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(7)
+    second = sharded.optimizer_of("stream", other, AdversarialStreams({}), lead=1, ahead=0)
+    set_model_state_dict(other, weights, options=setting)
+    set_optimizer_state_dict(other, second, state, options=setting)
+    for net, trained in ((model, optimizer), (other, second)):
+        sharded.train(net, trained, rank, CPU, steps=range(3, 6))
+    return sharded.differences(sharded.snapshot(model, optimizer), sharded.snapshot(other, second))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_handed_over_in_each_form_continues_bit_for_bit(form: str) -> None:
+    assert on_ranks(2, handed_over, form) == [[], []]
 
 
 def test_a_state_dict_loads_with_weights_only(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from offbench.arms import find
 from offbench.errors import OffbenchError
 from offbench.offload import OffloadedAdamW, Schedule
 from offbench.offload.adversary import AdversarialStreams
+from offbench.offload.hoststore import HostStore
 from tests.offload import sharded
 from tests.ranks import on_ranks
 
@@ -173,6 +174,10 @@ def test_what_would_not_be_exact_is_refused() -> None:
         OffloadedAdamW([{"params": net.parameters(), "fused": True}], schedule=CHUNKED, implementation="foreach")
     with pytest.raises(OffbenchError, match="that is Adam, not AdamW"):
         OffloadedAdamW([{"params": net.parameters(), "decoupled_weight_decay": False}], schedule=CHUNKED)
+    with pytest.raises(OffbenchError, match="implementation='forloop': choose 'fused' or 'foreach'"):
+        OffloadedAdamW(net.parameters(), schedule=CHUNKED, implementation="forloop")
+    with pytest.raises(OffbenchError, match="in a param group twice"), pytest.warns(UserWarning, match="duplicate"):
+        OffloadedAdamW([net[0].weight, *net.parameters()], schedule=CHUNKED)
     with pytest.raises(TypeError, match="no option nesterov"):
         OffloadedAdamW(net.parameters(), schedule=CHUNKED, nesterov=True)
     with pytest.raises(OffbenchError, match="complex"):
@@ -314,6 +319,45 @@ def test_kept_gradients_keep_their_values(arm: str) -> None:
     assert on_ranks(2, kept_gradients, arm) == [True, True]
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+def test_the_default_device_is_not_where_counters_are(schedule: Schedule) -> None:
+    """On a GPU the host would wait once a parameter for them to be read."""
+    net = model()
+    x = torch.ones(2, 24)
+    with torch.device("meta"):
+        optimizer = OffloadedAdamW(net.parameters(), schedule=schedule)
+        net(x).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert {(state["step"].device.type, float(state["step"])) for state in optimizer.state.values()} == {("cpu", 1.0)}
+
+
+def half_reached(rank: int, arm: str) -> list[str]:
+    """Every second backward reaches the first block only, with gradients zeroed, or set to None in the last steps."""
+    snapshots = []
+    for offloaded in (False, True):
+        net = sharded.build(CPU)
+        if offloaded:
+            optimizer: torch.optim.Optimizer = sharded.optimizer_of(arm, net, AdversarialStreams({}), lead=1, ahead=0)
+        else:
+            optimizer = torch.optim.AdamW(net.parameters(), **sharded.OPTIONS, fused=True)
+        net(torch.ones(4, sharded.WIDTH)).backward()  # FSDP2 wants the root's forward first
+        for step in range(6):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step > 3)
+            if step in (2, 4):  # zeros stay zeros, and None stays None
+                optimizer.zero_grad(set_to_none=False)
+            reached = net if step % 2 else net.blocks[0]
+            reached(torch.ones(4, sharded.WIDTH) * (step + 1)).square().mean().backward()
+        snapshots.append(sharded.snapshot(net, optimizer))
+    return sharded.differences(*snapshots)
+
+
+@pytest.mark.parametrize("arm", ["overlap", "stream"])
+def test_gradients_that_are_zeroed_decay_what_the_next_backward_does_not_reach(arm: str) -> None:
+    assert on_ranks(1, half_reached, arm) == [[]]
+
+
 def after_detach(rank: int) -> str:
     net = sharded.build(CPU)
     optimizer = sharded.optimizer_of("stream", net, None)
@@ -437,10 +481,25 @@ def test_sparse_gradients_and_groups_without_an_order_are_refused() -> None:
         optimizer.add_param_group({"params": {nn.Parameter(torch.ones(2))}})
 
 
-def test_a_parameter_added_on_another_device_is_refused() -> None:
+def test_a_group_that_is_refused_or_finds_no_memory_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = OffloadedAdamW(model().parameters(), schedule=CHUNKED)
     with pytest.raises(OffbenchError, match="meta"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, device="meta"))]})
+
+    def refused(self: HostStore, sizes: object) -> None:
+        raise OffbenchError("none left")
+
+    late = nn.Parameter(torch.ones(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(HostStore, "extend", refused)
+        with pytest.raises(OffbenchError, match="none left"):
+            optimizer.add_param_group({"params": [late]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [late]})
+    late.grad = torch.ones(2)
+    optimizer.step()
+    assert float(optimizer.state[late]["step"]) == 1
 
 
 def test_a_copy_or_a_cleared_state_is_refused() -> None:
@@ -453,6 +512,23 @@ def test_a_copy_or_a_cleared_state_is_refused() -> None:
     optimizer.state.clear()
     net(torch.ones(1, 24)).sum().backward()
     with pytest.raises(OffbenchError, match="make a new optimizer"):
+        optimizer.step()
+
+
+def test_moments_that_a_trainer_has_replaced_are_refused() -> None:
+    """A trainer that offloads the optimizer itself moves them to the device; a checkpoint would hold those copies."""
+    net = model()
+    optimizer = OffloadedAdamW(net.parameters(), schedule=CHUNKED)
+    saved, last = optimizer.state_dict(), net[3].bias
+    optimizer.state[last] = dict(optimizer.state[last])  # the same tensors: as `.to("cpu")` leaves them
+    optimizer.state_dict()
+    optimizer.state[last]["exp_avg_sq"] = optimizer.state[last]["exp_avg_sq"].clone()
+    for use in (optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
+        with pytest.raises(OffbenchError, match="its moments replaced by others"):
+            use()
+    optimizer.state[net[0].weight]["exp_avg"] = optimizer.state[net[0].weight]["exp_avg"].clone()
+    net(torch.ones(1, 24)).sum().backward()
+    with pytest.raises(OffbenchError, match="switch that off"):
         optimizer.step()
 
 

@@ -57,8 +57,9 @@ def on_unknown_version(rank: int, break_it: bool) -> tuple[bool, list[str], list
     return optimizer.schedule.deferred, [str(w.message) for w in caught], wrong
 
 
-def test_an_unknown_version_that_passes_overlaps() -> None:
-    assert on_ranks(2, on_unknown_version, False) == [(True, [], [])] * 2
+def test_an_unknown_version_that_passes_overlaps_and_says_so() -> None:
+    text = f"overlap: torch {torch.__version__} is unknown here and passes the start-up test; updates overlap"
+    assert on_ranks(2, on_unknown_version, False) == [(True, [text], [])] * 2
 
 
 def test_an_unknown_version_that_fails_runs_synchronously_and_says_so() -> None:
