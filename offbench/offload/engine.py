@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +27,9 @@ class Work:
     gradients: list[torch.Tensor]
     """Kept alive until the update has run."""
     parameters: list[torch.Tensor]
+    calls: Callable[[Staged], list[Any]] | None = None
+    """The same update as calls of the kernel, which `run` makes, those of several works in one; None: alone only."""
+    run: Callable[[Sequence[Any]], None] | None = None
 
 
 class Engine(ABC):
@@ -183,16 +187,26 @@ class Engine(ABC):
         return end
 
     def _update(self, stream: Stream, work: Work, staged: Staged) -> Event:
-        def update() -> None:
-            work.update(staged)
+        return self._run_update(stream, lambda: work.update(staged), [(work, staged)])
 
+    def _update_together(self, stream: Stream, works: Sequence[tuple[Work, Staged]]) -> Event:
+        """Updates of chunks whose works have `calls`, in as few kernels as there are param groups among them."""
+
+        def update() -> None:
+            run = works[0][0].run
+            assert run is not None
+            run([call for work, staged in works if work.calls is not None for call in work.calls(staged)])
+
+        return self._run_update(stream, update, works)
+
+    def _run_update(self, stream: Stream, update: Callable[[], None], works: Sequence[tuple[Work, Staged]]) -> Event:
         access = self._streams.access
         stream.run(
             update,
-            reads=[access(gradient) for gradient in work.gradients],
+            reads=[access(gradient) for work, _ in works for gradient in work.gradients],
             writes=[
-                *(access(part) for _, part in staged.parts),
-                *(access(parameter) for parameter in work.parameters),
+                *(access(part) for _, staged in works for _, part in staged.parts),
+                *(access(parameter) for work, _ in works for parameter in work.parameters),
             ],
         )
         return stream.record()

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import torch
 
@@ -50,6 +51,8 @@ BURST = 1
 """Chunks that one read queues beyond its own: the host has the forward's kernels to launch, and must not stop."""
 BURST_BACK = 4
 """Chunks that one read has written back once every update is queued; the first backward asks for the rest."""
+TOGETHER_BYTES = 1 << 30
+"""Resident state that one kernel updates; the first layer waits for the kernel with its own."""
 BURST_AT_LEISURE = 3
 """Chunks queued where the device has work for a while and the host is about to wait for it."""
 
@@ -197,9 +200,35 @@ class FlowEngine(Engine):
     def _queue(self, count: int) -> None:
         """Queue the next `count` chunks, if there are as many."""
         step = self._step
-        if step is not None:
-            for _ in range(min(count, len(step.waiting))):
+        while step is not None and count > 0 and step.waiting:
+            works = self._kept_together(step, count)
+            count -= max(1, len(works))
+            if works:
+                self._queue_kept(step, works)
+            else:
                 self._queue_chunk(step, step.waiting.popleft())
+
+    def _kept_together(self, step: FlowStep, most: int) -> list[Work]:
+        """Take the next works, up to so many, whose state is resident and which may be updated in one go."""
+        found: list[Work] = []
+        nbytes = 0
+        for work in islice(step.waiting, most):
+            nbytes += work.chunk.nbytes
+            if work.chunk.index not in self._resident or work.calls is None or (found and nbytes > TOGETHER_BYTES):
+                break
+            found.append(work)
+        for _ in found:
+            step.waiting.popleft()
+        return found
+
+    def _queue_kept(self, step: FlowStep, works: Sequence[Work]) -> None:
+        """Queue updates of resident state: each kernel costs the host as much as a layer of them costs the device."""
+        kept = [(work, self._kept(work.chunk)) for work in works]
+        updated = self._update_together(self._streams.side("update"), kept)
+        for work in works:
+            self._updated[work.chunk.index] = updated
+            self._recycle(step, work, updated)
+        self._go_on(step)
 
     def _queue_all(self) -> None:
         """Queue what the step still owes: every update, and then all write-back."""
@@ -230,6 +259,10 @@ class FlowEngine(Engine):
             self._streams.side("update").wait(loaded, Why.LOADED)
             self._finish_update(step, work, place.state)
             self._keep_staged(step, work.chunk, place)
+        self._go_on(step)
+
+    def _go_on(self, step: FlowStep) -> None:
+        """Something was updated: what that frees holds state, or goes back."""
         self._retire_arena(step)
         self._move_ahead(step)
         self.staging_peak = max(self.staging_peak, self._extents.nbytes)

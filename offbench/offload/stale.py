@@ -33,4 +33,4 @@ def hidden(work: Work, streams: Streams) -> Work:
 
     streams.compute().run(put_away, writes=[streams.access(tensor) for tensor in (*kept, *work.parameters)])
     # With the gradients, since those are kept until the update has run.
-    return dataclasses.replace(work, update=update, gradients=[*work.gradients, *kept])
+    return dataclasses.replace(work, update=update, gradients=[*work.gradients, *kept], calls=None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -62,26 +64,33 @@ class ChunkUpdates:
         members = [self.members[position] for position in present]
         cuts = self._find_cuts(locals_) if is_flat and len(present) == len(self.members) else None
 
-        def update(state: Staged) -> None:
+        def calls(state: Staged) -> list[Call]:
             if cuts is not None and (cut := cuts.cut(state)) is not None:
                 moments = cut
             elif is_flat:
                 moments = [member.flat(state, flat) for member, flat in zip(members, parameters, strict=True)]
             else:
                 moments = [member.views(state) for member in members]
+            found = []
             for group in sorted({member.group for member in members}):
                 chosen = [i for i, member in enumerate(members) if member.group == group]
-                run(
-                    [parameters[i] for i in chosen],
-                    [_shaped(gradients[i], parameters[i]) for i in chosen],
-                    [moments[i] for i in chosen],
-                    [members[i].step for i in chosen],
-                    hypers[group],
-                    self._implementation,
-                    in_place,
+                found.append(
+                    Call(
+                        [parameters[i] for i in chosen],
+                        [_shaped(gradients[i], parameters[i]) for i in chosen],
+                        [moments[i] for i in chosen],
+                        [members[i].step for i in chosen],
+                        hypers[group],
+                    )
                 )
+            return found
 
-        return Work(self.chunk, update, gradients, locals_)
+        run_all = partial(run_calls, implementation=self._implementation, in_place=in_place)
+
+        def update(state: Staged) -> None:
+            run_all(calls(state))
+
+        return Work(self.chunk, update, gradients, locals_, calls, run_all)
 
     def shard(self, position: int) -> Shard:
         """A member's local shard, and the same flat if it is contiguous. FSDP2 may re-lay it at the first forward, and
@@ -174,6 +183,36 @@ def _described(found: tuple[Any, ...]) -> str:
     shape, dtype, device, strides = found
     where = f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"
     return f"{where} with strides {strides}" if strides else where
+
+
+@dataclass
+class Call:
+    """Parameters that share their hyperparameters, with all that AdamW needs for them: lists of one length."""
+
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    moments: list[tuple[torch.Tensor, torch.Tensor]]
+    steps: list[torch.Tensor]
+    hyper: Hyper
+
+
+def run_calls(calls: Sequence[Call], implementation: Implementation, in_place: bool) -> None:
+    """Queue all of them on the current stream, those with equal hyperparameters as one."""
+    together: dict[Hyper, Call] = {}
+    for call in calls:
+        if call.hyper not in together:
+            together[call.hyper] = call
+            continue
+        first = together[call.hyper]
+        together[call.hyper] = Call(
+            first.parameters + call.parameters,
+            first.gradients + call.gradients,
+            first.moments + call.moments,
+            first.steps + call.steps,
+            call.hyper,
+        )
+    for call in together.values():
+        run(call.parameters, call.gradients, call.moments, call.steps, call.hyper, implementation, in_place)
 
 
 def _shaped(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

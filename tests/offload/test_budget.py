@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.adamw import adamw
 
 from offbench.errors import OffbenchError
-from offbench.offload import OffloadedAdamW, hoststore
+from offbench.offload import OffloadedAdamW, flow, hoststore, updates
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.budget import leading
 from offbench.offload.chunks import plan_chunks
@@ -152,3 +153,38 @@ def test_a_container_too_small_is_said_before_the_device_holds_anything(monkeypa
     monkeypatch.setattr(torch, "zeros", taken)
     with pytest.raises(OffbenchError, match="this container may take only"):
         OffloadedAdamW(parameters, schedule=schedule)
+
+
+def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Every second parameter has no weight decay; neighbours in a chunk differ."""
+    parameters = list(model.parameters())
+    return [{"params": parameters[::2], "weight_decay": 0.0}, {"params": parameters[1::2], "weight_decay": 0.1}]
+
+
+def together(rank: int, most: int) -> tuple[list[str], int, int]:
+    """What differs from torch's AdamW, kernels of one step, and chunks."""
+    model = sharded.build(CPU)
+    plain = torch.optim.AdamW(groups_of(model), **sharded.OPTIONS, fused=True)
+    sharded.train(model, plain, rank, CPU)
+    expected = sharded.snapshot(model, plain)
+    model = sharded.build(CPU)
+    schedule = sharded.schedule_of("stream", state_budget=1 << 30)
+    optimizer = OffloadedAdamW(groups_of(model), **sharded.OPTIONS, model=model, schedule=schedule)
+    kernels = []
+    flow.TOGETHER_BYTES = most
+    updates.adamw = lambda *args, **kwargs: (kernels.append(len(args[0])), adamw(*args, **kwargs))
+    sharded.train(model, optimizer, rank, CPU)
+    differs = sharded.differences(expected, sharded.snapshot(model, optimizer))
+    assert sum(kernels) == sharded.STEPS * len(list(model.parameters()))
+    return differs, len(kernels) // sharded.STEPS, len(optimizer.chunks)
+
+
+def test_state_that_stays_is_updated_together_group_by_group() -> None:
+    (differs, kernels, chunks), *_ = on_ranks(1, together, 1 << 30)
+    assert (differs, kernels) == ([], 2)
+    (differs, fewer, _), *_ = on_ranks(1, together, 3 << 20)
+    assert differs == []
+    assert 2 < fewer < 2 * chunks
+    (differs, alone, _), *_ = on_ranks(1, together, 0)
+    assert differs == []
+    assert fewer < alone, "a chunk at a time"
