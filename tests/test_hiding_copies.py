@@ -113,6 +113,24 @@ def test_rows_of_stream_against_a_bound_and_ideals_that_know_the_loss() -> None:
     assert 0.004 < sorted(left)[2] < max(left) < 0.058
 
 
+def test_rows_of_the_eighth_version() -> None:
+    files = [of("stream-sixth"), of("stream-seventh"), of("stream-eighth")]
+    rows = [(r, file) for file in files for r in file if r.spec.arm.name == "stream" and r.status == "ok"]
+    for line, (record, file) in zip(table("eighth version"), rows, strict=True):
+        nones = [r for r in file if r.spec.arm.name == "none"]
+        held, _, needed, _, took, *_, peak = figures(record, nones[0])
+        forward, _, clip, step = phases(nones[0])
+        compute, ideal = compute_of_records(nones), policy_ideal(record, nones)
+        assert ideal
+        bound = max(0.0, needed - (forward + clip + step - compute.loss))
+        none, host = compute.total, record.phases_s.host_in_step
+        assert host
+        found = [held, took, took / none, took - none, bound, ideal.step_s - none, took - ideal.step_s]
+        assert all(map(same, line, [*found, phases(record)[-1], host, peak])), (line, found)
+    (invalid,) = (r for file in files for r in file if r.status == "invalid")
+    assert f"({invalid.step_s:.3f} s) is invalid" in " ".join(NOTES.split())
+
+
 def test_slots_of_overlap() -> None:
     none = one(SIXTH, "none").step_s
     assert none
