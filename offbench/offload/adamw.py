@@ -28,6 +28,7 @@ from offbench.offload.engine import Engine
 from offbench.offload.engines import engine_for
 from offbench.offload.hoststore import HostStore, require_room
 from offbench.offload.hyper import capture, refuse, refuse_options
+from offbench.offload.kernels import Implementation
 from offbench.offload.layout import Member, local_of, moments_in
 from offbench.offload.misplaced import misplaced
 from offbench.offload.schedule import Schedule
@@ -35,7 +36,7 @@ from offbench.offload.staged import Staged
 from offbench.offload.stale import hidden
 from offbench.offload.state import check_own, check_saved, load_groups, load_moments, places
 from offbench.offload.streams import DeviceStreams, Streams
-from offbench.offload.updates import ChunkUpdates, Implementation, have_gradients, take_gradients
+from offbench.offload.updates import ChunkUpdates, have_gradients, take_gradients
 from offbench.offload.zerocopy.support import in_host_memory
 
 
@@ -108,8 +109,8 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def _without_state(self, wanted: Callable[[nn.Parameter], bool]) -> list[tuple[nn.Parameter, int]]:
         """Parameters, with their param group's index, that have no moments yet and are `wanted`."""
-        found = [(p, g) for g, group in enumerate(self.param_groups) for p in group["params"]]
-        return [(p, g) for p, g in found if p not in self._laid_out and wanted(p)]
+        groups, known = enumerate(self.param_groups), self._laid_out
+        return [(p, g) for g, group in groups for p in group["params"] if p not in known and wanted(p)]
 
     def _lay_out(self, parameters: list[tuple[nn.Parameter, int]]) -> None:
         """Give these parameters chunks behind the ones there are, with zero moments in `self.state`."""

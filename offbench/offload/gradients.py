@@ -74,14 +74,22 @@ class GradientMemory:
 def by_memory(works: Sequence[Work]) -> dict[int, list[GradientMemory]]:
     """By chunk, the memories that its gradients are views of."""
     memories: dict[int, GradientMemory] = {}
+    addresses: dict[int, int] = {}
     found: dict[int, list[GradientMemory]] = {}
     for work in works:
         mine: dict[int, GradientMemory] = {}
         for gradient in work.gradients:
-            address = gradient.untyped_storage().data_ptr()
-            memory = mine[address] = memories.setdefault(address, GradientMemory())
-            memory.tensors.append(gradient)
-            memory.pending.add(work.chunk.index)
+            base = gradient._base  # of views it is asked once: a storage is a new object for every tensor
+            if base is None:
+                address = gradient.untyped_storage().data_ptr()
+            elif (known := addresses.get(id(base))) is not None:
+                address = known
+            else:
+                address = addresses[id(base)] = base.untyped_storage().data_ptr()
+            if address not in mine:
+                memory = mine[address] = memories.setdefault(address, GradientMemory())
+                memory.pending.add(work.chunk.index)
+            mine[address].tensors.append(gradient)
         found[work.chunk.index] = list(mine.values())
     return found
 

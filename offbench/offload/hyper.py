@@ -36,7 +36,7 @@ def capture(group: dict[str, Any]) -> Hyper:
 
 def refuse(group: Mapping[str, Any], implementation: str | None = None) -> None:
     """Raise OffbenchError for an option that would not be exact; with `implementation`, as a group is added, for
-    another kernel and for a parameter that is in it twice (of which torch only warns) as well."""
+    another kernel, for a parameter that is in it twice (of which torch only warns) and for a complex one as well."""
     for option in _REFUSED:
         if group.get(option):
             raise OffbenchError(f"OffloadedAdamW does not support {option}=True")
@@ -51,7 +51,7 @@ def refuse(group: Mapping[str, Any], implementation: str | None = None) -> None:
     params = group.get("params") if implementation is not None else None
     if isinstance(params, list) and len(set(params)) < len(params):
         raise OffbenchError("a parameter is in a param group twice: it would have two states, and be updated twice")
-    if any(parameter.is_complex() for parameter in group.get("params", ()) if isinstance(parameter, torch.Tensor)):
+    if any(parameter.is_complex() for parameter in params or () if isinstance(parameter, torch.Tensor)):
         raise OffbenchError("OffloadedAdamW does not support complex parameters; pass torch.view_as_real of them")
 
 

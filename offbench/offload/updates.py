@@ -1,4 +1,4 @@
-"""The AdamW kernels: torch's own, on state that is on the device, or ours, on state in host memory.
+"""A step's gradients become works: one update a chunk, bound to what the optimizer is at that step.
 
 A deferred update is queued while the trainer's own kernels wait to be launched, so what stays the same from step to
 step is made once: every tensor made anew costs the host a microsecond or more.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.adamw import adamw
 
 from offbench.errors import OffbenchError
 from offbench.offload.chunks import Chunk
@@ -22,11 +20,9 @@ from offbench.offload.cuts import Cuts
 from offbench.offload.engine import Work
 from offbench.offload.gradients import own
 from offbench.offload.hyper import Hyper
+from offbench.offload.kernels import Call, Implementation, run_calls
 from offbench.offload.layout import Member, gradient_of, laid_out
 from offbench.offload.staged import Staged
-
-Implementation = Literal["fused", "foreach"]
-"""torch's kernels. Their bits differ, so an update is compared only with its own implementation."""
 
 Shard = tuple[torch.Tensor, torch.Tensor]
 """A local shard, and the same memory flat."""
@@ -78,7 +74,8 @@ class ChunkUpdates:
                     Call(
                         [parameters[i] for i in chosen],
                         [_shaped(gradients[i], parameters[i]) for i in chosen],
-                        [moments[i] for i in chosen],
+                        [moments[i][0] for i in chosen],
+                        [moments[i][1] for i in chosen],
                         [members[i].step for i in chosen],
                         hypers[group],
                     )
@@ -185,76 +182,5 @@ def _described(found: tuple[Any, ...]) -> str:
     return f"{where} with strides {strides}" if strides else where
 
 
-@dataclass
-class Call:
-    """Parameters that share their hyperparameters, with all that AdamW needs for them: lists of one length."""
-
-    parameters: list[torch.Tensor]
-    gradients: list[torch.Tensor]
-    moments: list[tuple[torch.Tensor, torch.Tensor]]
-    steps: list[torch.Tensor]
-    hyper: Hyper
-
-
-def run_calls(calls: Sequence[Call], implementation: Implementation, in_place: bool) -> None:
-    """Queue all of them on the current stream, those with equal hyperparameters as one."""
-    together: dict[Hyper, Call] = {}
-    for call in calls:
-        if call.hyper not in together:
-            together[call.hyper] = call
-            continue
-        first = together[call.hyper]
-        together[call.hyper] = Call(
-            first.parameters + call.parameters,
-            first.gradients + call.gradients,
-            first.moments + call.moments,
-            first.steps + call.steps,
-            call.hyper,
-        )
-    for call in together.values():
-        run(call.parameters, call.gradients, call.moments, call.steps, call.hyper, implementation, in_place)
-
-
 def _shaped(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.shape == parameter.shape else gradient.view(parameter.shape)
-
-
-@torch.no_grad()
-def run(
-    parameters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    moments: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    steps: Sequence[torch.Tensor],
-    hyper: Hyper,
-    implementation: Implementation,
-    in_place: bool,
-) -> None:
-    """Queue one AdamW step of these parameters on the current stream.
-
-    All of a parameter's tensors have one shape. steps: their counters. in_place: the moments are in host memory.
-    """
-    if in_place:
-        from offbench.offload.zerocopy import kernel  # needs Triton
-
-        kernel.adamw(
-            list(parameters),
-            list(gradients),
-            [first for first, _ in moments],
-            [second for _, second in moments],
-            list(steps),
-            **vars(hyper),
-        )
-        return
-    adamw(
-        list(parameters),
-        list(gradients),
-        [first for first, _ in moments],
-        [second for _, second in moments],
-        [],
-        list(steps),
-        foreach=implementation == "foreach",
-        fused=implementation == "fused",
-        amsgrad=False,
-        maximize=False,
-        **vars(hyper),
-    )

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from offbench.errors import OffbenchError
-from offbench.offload import OffloadedAdamW, Schedule, updates
+from offbench.offload import OffloadedAdamW, Schedule, kernels
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.copies import Copier
 from offbench.offload.hoststore import HostStore
@@ -118,13 +118,13 @@ def test_a_missing_backend_is_named_at_construction() -> None:  # pytorch#148532
 def test_each_parameter_is_updated_once_a_step_and_never_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update ahead of the norm, undone by inverting AdamW, does not give the bits back: DeepSpeed#7906"""
     updated: list[int] = []
-    kernel = updates.adamw
+    kernel = kernels._run
 
-    def spy(parameters: list[torch.Tensor], *others: Any, **options: Any) -> None:
-        updated.extend(parameter.data_ptr() for parameter in parameters)
-        kernel(parameters, *others, **options)
+    def spy(call: kernels.Call, *others: Any) -> None:
+        updated.extend(parameter.data_ptr() for parameter in call.parameters)
+        kernel(call, *others)
 
-    monkeypatch.setattr(updates, "adamw", spy)
+    monkeypatch.setattr(kernels, "_run", spy)
     found, _, _ = trained(offloaded, steps=3, backwards=2, max_norm=1e-3)
     assert sorted(updated) == sorted(3 * [parameter.data_ptr() for parameter in found])
 
@@ -325,13 +325,14 @@ def test_a_prefetch_and_an_evaluation_do_not_leave_stale_parameters() -> None:  
 
 def kernel_inputs(rank: int, implementation: str, arm: str) -> set[tuple[type, torch.dtype]]:
     seen = set()
-    kernel = updates.adamw
+    kernel = kernels._run
 
-    def spy(*lists: Any, **options: Any) -> None:
-        seen.update((type(t), t.dtype) for tensors in lists[:4] for t in tensors)
-        kernel(*lists, **options)
+    def spy(call: kernels.Call, *others: Any) -> None:
+        lists = call.parameters, call.gradients, call.first, call.second
+        seen.update((type(t), t.dtype) for tensors in lists for t in tensors)
+        kernel(call, *others)
 
-    updates.adamw = spy
+    kernels._run = spy
     model = sharded.build(CPU)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     schedule = sharded.schedule_of(arm)
@@ -498,11 +499,11 @@ def test_no_step_stages_more_than_the_plan_says(slots: int) -> None:
 
 
 def test_nothing_is_cured_by_emptying_the_allocators_cache() -> None:  # prime-rl#3199, DeepSpeed#8186
-    sources = Path(updates.__file__).parent.glob("*.py")
+    sources = Path(kernels.__file__).parent.glob("*.py")
     assert [source.name for source in sources if "empty_cache" in source.read_text()] == []
 
 
 def test_only_pinning_knows_of_cuda() -> None:
     """Streams, events and memory come from torch.get_device_module, so that other accelerators work as they do."""
-    sources = Path(updates.__file__).parent.glob("*.py")
+    sources = Path(kernels.__file__).parent.glob("*.py")
     assert {source.name for source in sources if "torch.cuda" in source.read_text()} == {"hoststore.py", "pin_time.py"}
