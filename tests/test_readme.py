@@ -49,6 +49,25 @@ def peak_gib(row: Row | None) -> float:
     return (row.steady_peak_bytes or 0) / GIB if row else 0.0
 
 
+def kept_and_peak(record: RunRecord, file: list[RunRecord]) -> tuple[str, str, str]:
+    """x none, of all `none` of the file; GiB of state kept; peak GiB."""
+    none = fmean(r.step_s or 0 for r in file if r.spec.arm.name == "none")
+    kept, peak = record.peak.state_at_backward_end_bytes or 0, record.peak.steady_allocated_bytes or 0
+    return f"{(record.step_s or 0) / none:.3f}", f"{kept / GIB:.1f}", f"{peak / GIB:.1f}"
+
+
+def test_later_rows_of_stream() -> None:
+    sixth, eighth = of("stream-sixth"), of("stream-eighth")
+    first = kept_and_peak(next(r for r in sixth if r.spec.arm.lead == 12), sixth)
+    auto, other, slow, _ = (kept_and_peak(r, eighth) for r in eighth if r.spec.arm.name == "stream")
+    assert first[1:] == other[1:]
+    assert (
+        f"`stream` with {first[1]} GiB kept, peak {first[2]} GiB, [{first[0]}](results/h200-stream-sixth.md) and "
+        f"[{other[0]}](results/h200-stream-eighth.md) x none, with `--state-budget auto` {auto[0]} ({auto[1]} GiB "
+        f"kept, peak {auto[2]}) and emulated {slow[0]} ({slow[1]}, {slow[2]}; the same file)"
+    ) in PROSE
+
+
 def test_the_opening_table() -> None:
     lines = README[README.index("| arm | step s |") :].split("\n\n")[0].splitlines()[2:]
     for line, (arm, *copies) in zip(lines, ROWS, strict=True):
