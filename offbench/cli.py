@@ -277,11 +277,14 @@ def topo(
 def report(
     files: Annotated[list[Path], typer.Argument(help="Results files.", metavar="FILE...")],
     format: Annotated[str | None, typer.Option(help="table, md, csv or json.")] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Also write step time against peak memory, an SVG a table.")
+    ] = None,
 ) -> None:
     """Compare the records of results files; unlike groups get tables of their own."""
     from offbench.report import report as print_report
 
-    print_report(files, format)
+    print_report(files, format, plot)
 
 
 @app.command()

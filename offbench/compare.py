@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offbench import remarks
+from offbench.condition_table import Conditions
+from offbench.condition_table import apart as apart_of
 from offbench.config import ArmSpec, RunSpec
 from offbench.naming import arm_name, axes
 from offbench.planner.ideal import Ideal, policy_ideal, unknown
 from offbench.planner.sources import none_rows
 from offbench.record import RunRecord, SmallCopies, Split, TimeParts
-from offbench.stats import largest
+from offbench.stats import largest, mean_interval
 from offbench.trace.timeline import difference, less
 
+LEAST_PAIRS = 3
+"""Fewer say little: of two pairs the interval is 9 x their distance to each side."""
 PLACED = 0.01
 """Share of a rank's pinned memory that makes it remote, or its place unknown."""
 
@@ -56,6 +60,16 @@ class Row:
     tok_s: Spread | None = None
     step_s: Spread | None = None
     x_none: float | None = None
+    x_none_interval: tuple[float, float] | None = None
+    """95 % interval of the mean ratio to the same launch of `none`, from LEAST_PAIRS such pairs on."""
+    pairs: int = 0
+    """Launches of this row and of `none` that bear the same number: they ran in the same round."""
+    by_launch: Mapping[int, float] = field(default_factory=dict)
+    """Step times, s, by number of the launch."""
+    conditions: Conditions = field(default_factory=Conditions)
+    """Of the GPU, and losses."""
+    loss_apart: float | None = None
+    """Root mean square by which the first launch's losses leave those of `none`."""
     same: bool = False
     """The difference from `none` is smaller than the group's noise floor."""
     exposed_s: float | None = None
@@ -188,6 +202,8 @@ def _row(records: Sequence[RunRecord]) -> Row:
         status=status,
         tok_s=_spread(record.tok_s for record in good),
         step_s=_spread(record.step_s for record in good),
+        conditions=Conditions.of(good),
+        by_launch={record.launch: record.step_s for record in good if record.step_s is not None},
         floor_s=largest(record.floor.seconds for record in good),
         bound_by=next((record.floor.bound_by for record in good if record.floor.bound_by), None),
         run_peak_bytes=largest(record.peak.run_bytes for record in good),
@@ -273,10 +289,14 @@ def _against(row: Row, base: Row | None, noise: float | None) -> Row:
     if base is None or base.step_s is None or row.step_s is None:
         return row
     ratio = row.step_s.median / base.step_s.median
+    pairs = [step / base.by_launch[launch] for launch, step in row.by_launch.items() if launch in base.by_launch]
     apart = difference(row.split, base.split) if row is not base and row.split and base.split else None
     return replace(
         row,
         x_none=ratio,
+        x_none_interval=mean_interval(pairs) if row is not base and len(pairs) >= LEAST_PAIRS else None,
+        pairs=len(pairs),
+        loss_apart=apart_of(row.conditions.losses, base.conditions.losses) if row is not base else None,
         same=row is not base and noise is not None and abs(ratio - 1) <= noise,
         exposed_s=row.step_s.median - base.step_s.median,
         apart=apart,

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from offbench import gap_table
+from offbench import condition_table, gap_table
 from offbench.compare import Group, Row, Spread
 from offbench.naming import describe
 from offbench.record import SmallCopies
@@ -39,6 +39,9 @@ def _bytes(value: int | None) -> str:
 def _x_none(row: Row) -> str:
     if row.x_none is None:
         return MISSING
+    if row.x_none_interval is not None:  # says more than the noise floor does
+        low, high = row.x_none_interval
+        return f"{row.x_none:.3f} ({low:.3f}-{high:.3f})"
     return "same" if row.same else f"{row.x_none:.2f}"
 
 
@@ -71,8 +74,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "n": lambda row: str(row.launches),
     "status": lambda row: row.status,
 }
-TEXT_COLUMNS = {"arm", "axes", "status"}
-SPREAD_COLUMNS = {"tok/s", "step s"}
+TEXT_COLUMNS = {"arm", "axes", "status", "throttled by"}
+SPREAD_COLUMNS = {"tok/s", "step s", "x none"}
 """On a terminal these show the spread below the median."""
 TIMES = ("arm", "axes", "tok/s", "step s", "x none", "exposed s", "n")
 LEAST = ("floor s", "x floor", "ideal s", "gap s")
@@ -99,7 +102,12 @@ def remarks(group: Group) -> list[str]:
         lines.append(f"{WHOLE_RUN} over the whole run, first step included")
     if group.noise is not None:
         lines.append(f"noise floor {group.noise:.1%}: the widest spread between launches of one row")
+    if pairs := sorted({row.pairs for row in group.rows if row.x_none_interval is not None}):
+        counts = " or ".join(map(str, pairs))
+        lines.append(f"x none (in brackets: 95 % interval of the mean of {counts} pairs with a launch of none each)")
     lines += [f"not counted: {failure}" for failure in group.failures]
+    if condition_table.lines(group):
+        lines.append(condition_table.READ)
     return lines + gap_table.notes(group) + group.without_ideal + [f"note: {note}" for note in group.notes]
 
 
@@ -114,7 +122,7 @@ def to_table(groups: Sequence[Group], console: Console) -> None:
         if _least_width(tables[0], console) > console.width:
             narrow = (TIMES, *([BOUNDS] if not set(LEAST) <= set(empty) else []), MEMORY)
             tables = [_table(group, [name for name in names if name not in empty], " ") for names in narrow]
-        for table in (*tables, *_gap_tables(group)):
+        for table in (*tables, *_more_tables(group)):
             least = _least_width(table, console)
             table.width = least if least > console.width else None
             console.print(table, markup=False, crop=False)
@@ -151,15 +159,23 @@ def _table(group: Group, names: Iterable[str], break_heads_at: str) -> Table:
     return table
 
 
-def _gap_tables(group: Group) -> list[Table]:
-    """The table of causes, where some row has one: a column a row of the group, since causes are many."""
-    rows = gap_table.lines(group)
-    table = Table("", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for arm, axes, *_ in rows:
-        table.add_column(arm if axes == MISSING else f"{arm}\n{axes.replace(', ', chr(10))}", justify="right")
-    for i, head in enumerate(gap_table.HEADS[2:], start=2):
-        table.add_row(head, *(row[i] for row in rows))
-    return [table] if rows else []
+def _more_tables(group: Group) -> list[Table]:
+    """The tables of conditions and causes, where some row has them: a column a row of the group, as heads are many."""
+    found = []
+    for heads, rows in _more(group):
+        table = Table("", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        for arm, axes, *_ in rows:
+            table.add_column(arm if axes == MISSING else f"{arm}\n{axes.replace(', ', chr(10))}", justify="right")
+        for i, head in enumerate(heads[2:], start=2):
+            table.add_row(head, *(row[i] for row in rows))
+        found.append(table)
+    return found
+
+
+def _more(group: Group) -> list[tuple[Sequence[str], list[list[str]]]]:
+    """Heads and lines of the tables below the first one."""
+    tables = (condition_table.HEADS, condition_table.lines(group)), (gap_table.HEADS, gap_table.lines(group))
+    return [(heads, rows) for heads, rows in tables if rows]
 
 
 def to_markdown(groups: Sequence[Group]) -> str:
@@ -167,8 +183,7 @@ def to_markdown(groups: Sequence[Group]) -> str:
     blocks = []
     for group in groups:
         tables = [_markdown(headers(group), list(COLUMNS), cells(group))]
-        if causes := gap_table.lines(group):
-            tables.append(_markdown(gap_table.HEADS, gap_table.HEADS, causes))
+        tables += [_markdown(heads, heads, rows) for heads, rows in _more(group)]
         caption = "  \n".join(describe(group.caption))
         blocks.append("\n\n".join(filter(None, [caption, *tables, "\n".join(f"- {line}" for line in remarks(group))])))
     return "\n\n".join(blocks) + "\n" if blocks else ""
@@ -209,6 +224,9 @@ def figures(row: Row) -> dict[str, Any]:
         **of(row.tok_s, "tok_per_s"),
         **of(row.step_s, "step_s"),
         "x_none": row.x_none,
+        "x_none_low": row.x_none_interval[0] if row.x_none_interval else None,
+        "x_none_high": row.x_none_interval[1] if row.x_none_interval else None,
+        "pairs": row.pairs,
         "same_as_none": row.same,
         "exposed_s": row.exposed_s,
         "floor_s": row.floor_s,
@@ -217,6 +235,7 @@ def figures(row: Row) -> dict[str, Any]:
         "ideal_s": row.ideal_s,
         "gap_s": row.gap_s,
         **gap_table.figures(row),
+        **condition_table.figures(row),
         **_small_copies(row),
         "run_peak_bytes": row.run_peak_bytes,
         "first_step_peak_allocated_bytes": row.first_peak_bytes,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from offbench import report_plot
 from offbench.compare import compare
 from offbench.errors import UsageError
 from offbench.floor import of_launch
@@ -20,8 +21,9 @@ from offbench.topo import cache as topo_cache
 FORMATS = ("table", "md", "csv", "json")
 
 
-def report(paths: Sequence[Path], form: str | None = None) -> None:
-    """Print the records of the files; without a format a table on a terminal and Markdown elsewhere.
+def report(paths: Sequence[Path], form: str | None = None, plot: str | None = None) -> None:
+    """Print the records of the files; without a format a table on a terminal and Markdown elsewhere. plot: a folder
+    for figures of step time against memory, whose names go to stderr.
 
     What could not be read goes to stderr, line by line. Raises UsageError for an unknown format or files without
     records, RecordError for a file that cannot be opened.
@@ -29,12 +31,16 @@ def report(paths: Sequence[Path], form: str | None = None) -> None:
     form = form or ("table" if sys.stdout.isatty() else "md")
     if form not in FORMATS:
         raise UsageError(f"--format {form}: choose {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    if plot is not None and not plot.strip():
+        raise UsageError("--plot is empty: name a folder for the figures")
     found = read_records(paths)
     for problem in found.problems:
         print(f"warning: skipped {problem}", file=sys.stderr)
     if not found.records:
         raise UsageError(f"no records in {', '.join(map(str, paths))}; `offbench run` writes them")
     groups = compare(with_shared_links(record) for record in found.records)
+    for path in report_plot.write(Path(plot), groups) if plot is not None else ():
+        print(f"plot: {path}", file=sys.stderr)
     if form == "table":
         to_table(groups, Console())
     elif form == "md":

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import statistics
-
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
-from offbench.stats import bootstrap_interval, mean_of_last, median, spread
+from offbench.stats import mean_interval, mean_of_last, median, spread, t_975
 
 seconds = st.floats(min_value=1e-3, max_value=1e3)
 
@@ -16,7 +13,7 @@ def test_nothing_has_no_statistic() -> None:
     assert mean_of_last([]) is None
     assert spread([]) is None
     assert spread([1.0]) is None
-    assert bootstrap_interval([1.0]) is None
+    assert mean_interval([1.0]) is None
 
 
 def test_mean_of_last_drops_the_early_steps() -> None:
@@ -29,26 +26,15 @@ def test_spread_is_relative_to_the_median() -> None:
     assert spread([2.0, 2.0]) == 0.0
 
 
-def test_bootstrap_interval_is_reproducible_and_narrows_with_confidence() -> None:
-    values = [float(value) for value in range(1, 31)]
-    wide = bootstrap_interval(values, confidence=0.99)
-    narrow = bootstrap_interval(values, confidence=0.5)
-    assert wide == bootstrap_interval(values, confidence=0.99)
-    assert wide is not None
-    assert narrow is not None
-    assert wide[0] < narrow[0] <= statistics.median(values) <= narrow[1] < wide[1]
+def test_the_interval_of_a_mean_is_students() -> None:
+    # Five values of mean 10 and sample deviation 1.5811: 10 +- 2.776 x 1.5811 / sqrt(5).
+    low, high = mean_interval([8.0, 9.0, 10.0, 11.0, 12.0]) or (0.0, 0.0)
+    assert (low, high) == (pytest.approx(8.037, abs=1e-3), pytest.approx(11.963, abs=1e-3))
+    assert mean_interval([2.0, 2.0]) == (2.0, 2.0)
 
 
-def test_bootstrap_interval_of_the_mean_is_near_the_normal_one() -> None:
-    values = [10.0 + 0.1 * (i % 7) for i in range(140)]
-    low, high = bootstrap_interval(values, statistics.fmean) or (0.0, 0.0)
-    half = 1.96 * statistics.stdev(values) / len(values) ** 0.5
-    assert (high - low) / 2 == pytest.approx(half, rel=0.1)
-
-
-@given(st.lists(seconds, min_size=2, max_size=20))
-def test_statistics_stay_within_the_values(values: list[float]) -> None:
-    low, high = bootstrap_interval(values, resamples=50) or (0.0, 0.0)
-    assert min(values) <= low <= high <= max(values)
-    assert (spread(values) or 0.0) >= 0.0
-    assert min(values) <= (median(values) or 0.0) <= max(values)
+@pytest.mark.parametrize(
+    ("degrees", "quantile"), [(1, 12.706), (4, 2.776), (5, 2.571), (9, 2.262), (30, 2.042), (1000, 1.962)]
+)
+def test_quantiles_are_those_of_the_tables(degrees: int, quantile: float) -> None:
+    assert t_975(degrees) == pytest.approx(quantile, rel=2e-3)

@@ -41,6 +41,8 @@ class Chart:
     series: tuple[Series, ...]
     y_from: float = 0.0
     y_to: float | None = None
+    scattered: bool = False
+    """Series are single places: their names stand beside the dot, on the side with more room."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def draw(chart: Chart) -> str:
     for line in chart.series:
         parts += _series([(across(x), down(min(y, top))) for x, y in line.points], line)
     ends = [(down(min(line.points[-1][1], top)), across(line.points[-1][0]), line) for line in chart.series]
-    parts += _end_labels(ends)
+    parts += _beside(ends) if chart.scattered else _end_labels(ends)
     return _document(TOP + PLOT + BOTTOM, parts)
 
 
@@ -119,8 +121,10 @@ def timeline(title: str, notes: Sequence[str], strips: Sequence[Strip], legend: 
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers that cover low to high, about six of them."""
-    raw = max(high - low, 1e-9) / 6
+    """Round numbers that cover low to high, about six of them; where the two are one, a tenth of it to both sides."""
+    if high - low <= 1e-9 * abs(high):
+        low, high = low - 0.1 * (abs(low) or 1.0), high + 0.1 * (abs(high) or 1.0)
+    raw = (high - low) / 6
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(size * times for times in (1, 2, 2.5, 5, 10) if size * times >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -147,6 +151,17 @@ def _end_labels(ends: Sequence[tuple[float, float, Series]]) -> Iterator[str]:
     for at, x, line in placed:
         yield f'<circle cx="{x + 12:.1f}" cy="{at:.1f}" r="4" fill="{line.colour}"/>'
         yield _text(x + 21, at + 4, line.name, colour=INK)
+
+
+def _beside(ends: Sequence[tuple[float, float, Series]]) -> Iterator[str]:
+    """Names beside single dots, moved up where they would overlap on their side."""
+    middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
+    lowest: dict[str, float] = {}
+    for y, x, line in sorted(ends, key=lambda end: -end[0]):
+        anchor = "start" if x < middle else "end"
+        at = min(y, lowest.get(anchor, y))
+        lowest[anchor] = at - LABEL_GAP
+        yield _text(x + (9 if anchor == "start" else -9), at + 4, line.name, anchor=anchor, colour=INK)
 
 
 def _heading(title: str, notes: Sequence[str]) -> Iterator[str]:

@@ -1,0 +1,98 @@
+"""What a report says of rows that were launched in pairs with `none`: intervals, conditions, losses, a figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from offbench.compare import compare
+from offbench.condition_table import READ
+from offbench.config import GIB
+from offbench.errors import UsageError
+from offbench.record import RunRecord
+from offbench.render import figures, to_markdown
+from offbench.report import report
+from offbench.report_plot import figure
+from offbench.results_file import ResultsFile, read_records
+from tests.test_report import ENV, RESULTS, only, record, row, spec
+
+STEPS = {"none": (2.0, 2.1, 1.9), "main": (3.0, 3.36, 2.66)}
+"""Ratios 1.5, 1.6 and 1.4: their mean is 1.5, and half the interval 4.303 x 0.1 / sqrt(3) = 0.248."""
+
+
+def launches(**fields: Any) -> list[RunRecord]:
+    """Three rounds, all of `none` first: pairs are found by number, not by place."""
+    return [record(spec(arm), s, i, **fields) for arm, steps in STEPS.items() for i, s in enumerate(steps, 1)]
+
+
+def test_pairs_of_launches_have_an_interval_from_three_on() -> None:
+    group = only(launches())
+    main = row(group, "main")
+    assert main.pairs == 3
+    assert main.x_none_interval == (pytest.approx(1.2516, abs=1e-4), pytest.approx(1.7484, abs=1e-4))
+    assert row(group, "none").x_none_interval is None
+    assert (figures(main)["x_none_low"], figures(main)["pairs"]) == (pytest.approx(1.2516, abs=1e-4), 3)
+    text = to_markdown([group])
+    assert "| 1.500 (1.252-1.748) |" in text
+    assert "95 % interval of the mean of 3 pairs with a launch of none each" in text
+    fewer = only([r for r in launches() if (r.spec.arm.name, r.launch) != ("none", 2)])
+    assert (row(fewer, "main").pairs, row(fewer, "main").x_none_interval) == (2, None)
+    assert "interval" not in to_markdown([fewer])
+
+
+def test_the_condition_of_the_gpu_and_losses_stand_below() -> None:
+    def steps(by: float) -> list[dict[str, float]]:
+        return [{"step_s": 2.0, "loss": loss + by} for loss in (12.5, 12.25)]
+
+    warm = ENV | {"gpu_sm_mhz": 1650, "gpu_sm_max_mhz": 1980, "gpu_power_w": 695.7, "gpu_power_limit_w": 700.0}
+    hot = warm | {"gpu_sm_mhz": 1710, "gpu_temperature_c": 61, "gpu_throttle_reasons": ["power cap"]}
+    peak = {"steady_reserved_bytes": 41 * GIB, "device_used_bytes": 42 * GIB}
+    group = only([
+        record(spec(), 2.0, 1, env=warm, steps=steps(0.0), peak=peak),
+        record(spec(), 2.0, 2, env=hot, steps=steps(0.001)),
+        record(spec("main"), 3.0, 1, env=warm, steps=steps(0.003)),
+    ])  # fmt: skip
+    text = to_markdown([group])
+    assert "| none | - | 41.0 | 42.0 | 1650-1710 | 1980 | 696 | 700 | 61 | power cap | 12.25000-12.25100 | - |" in text
+    assert "| main | - | - | - | 1650 | 1980 | 696 | 700 | - | - | 12.25300 | 3.0e-03 |" in text
+    assert READ in text
+    found = figures(row(group, "none"))
+    assert (found["gpu_sm_mhz_min"], found["gpu_sm_mhz_max"], found["gpu_throttled_by"]) == (1650, 1710, "power cap")
+    assert figures(row(group, "main"))["loss_apart_rms"] == pytest.approx(0.003)
+    assert READ not in to_markdown([only(launches())]), "nobody read a GPU"
+
+
+def test_a_figure_has_a_dot_a_row_and_a_line_from_its_fastest_to_its_slowest_launch() -> None:
+    group = only(launches(peak={"steady_allocated_bytes": 36 * GIB}))
+    text = figure(group)
+    assert text is not None
+    words = ["".join(found.itertext()) for found in ElementTree.fromstring(text).iter() if found.tag.endswith("text")]
+    assert {"none", "main", "s a step"} <= set(words)
+    assert text.count("<circle") == 2 * 3
+    assert figure(only(launches())) is None, "no memory was counted"
+
+
+def test_figures_are_written_where_there_is_something_to_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "r.jsonl", tmp_path / "plots"
+    for one in launches(peak={"steady_allocated_bytes": 36 * GIB}):
+        ResultsFile(path).append(one)
+    report([path], "md", str(out))
+    assert capsys.readouterr().err == f"plot: {out / 'step-memory-1.svg'}\n"
+    assert (out / "step-memory-1.svg").read_text() == figure(compare(read_records([path]).records)[0])
+    for wrong, says in (("", "--plot is empty"), (str(path), "cannot write figures to")):
+        with pytest.raises(UsageError, match=says):
+            report([path], "md", wrong)
+    bare = tmp_path / "bare.jsonl"
+    ResultsFile(bare).append(record(spec()))
+    with pytest.raises(UsageError, match="no table has two rows with a step time and a peak"):
+        report([bare], "md", str(out))
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.svg")), ids=lambda path: path.stem)
+def test_the_figures_we_ship_are_those_of_their_records(path: Path) -> None:
+    assert path.read_text() == figure(compare(read_records([path.with_suffix(".jsonl")]).records)[0])
