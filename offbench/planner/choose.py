@@ -95,6 +95,8 @@ class Choice:
     candidate: Candidate
     meets_target: bool
     reason: str
+    fits: bool = True
+    """False: nothing fits the memory there is, and the candidate needs least."""
 
 
 def budgets_of(nbytes: int) -> list[int]:
@@ -105,6 +107,10 @@ def budgets_of(nbytes: int) -> list[int]:
 
 def _unit(nbytes: int) -> int:
     return GIB if nbytes >= 8 * GIB else max(1, nbytes >> 6)
+
+
+def _step(nbytes: int) -> int:
+    return 1 << max(0, (nbytes >> 7).bit_length())  # a power of two: budgets that can be typed
 
 
 def candidates(setting: Setting, budgets: Sequence[int]) -> list[Candidate]:
@@ -170,7 +176,7 @@ def _least(setting: Setting, limit_s: float, at: Callable[[int], Candidate]) -> 
     """To a hundredth of the state or so: by bisection, since a larger budget is never slower but for the packing of
     whole chunks, and for zerocopy by a little."""
     high = setting.nbytes
-    unit = 1 << max(0, (high >> 7).bit_length())  # a power of two: budgets that can be typed
+    unit = _step(high)
     best = at(0)
     if best.simulated.step_s <= limit_s:
         return best
@@ -183,6 +189,21 @@ def _least(setting: Setting, limit_s: float, at: Callable[[int], Candidate]) -> 
         else:
             few = middle
     return best if best.simulated.step_s <= limit_s else None
+
+
+def fullest_stream(setting: Setting, most: int) -> Candidate | None:
+    """stream with the largest budget whose peak is at most `most` bytes, to a hundredth of the state or so; None where
+    none is."""
+    unit = _step(setting.nbytes)
+    few, many, best = -1, -(-setting.nbytes // unit) + 1, None
+    while many - few > 1:
+        middle = (few + many) // 2
+        tried = stream_at(setting, middle * unit)
+        if tried.simulated.peak_bytes <= most:
+            few, best = middle, tried
+        else:
+            many = middle
+    return best
 
 
 def pareto(found: Sequence[Candidate]) -> list[Candidate]:
@@ -200,10 +221,15 @@ def pareto(found: Sequence[Candidate]) -> list[Candidate]:
     return [row for place, row in enumerate(found) if not beaten(place)]
 
 
-def choose(found: Sequence[Candidate], target: float) -> Choice:
+def choose(found: Sequence[Candidate], target: float, most: int | None = None) -> Choice:
     """The offloaded schedule with the least peak memory among those within `target` times the step of `none`; where
-    there is none, the fastest."""
+    there is none, the fastest. most: bytes of GPU memory, which none of them may exceed."""
     none, *offloaded = found
+    least = min(offloaded, key=lambda row: (row.simulated.peak_bytes, row.simulated.step_s))
+    offloaded = [row for row in offloaded if most is None or row.simulated.peak_bytes <= most]
+    if most is not None and not offloaded:
+        peak = f"{least.name} needs least, {gib(least.simulated.peak_bytes)} GiB"
+        return Choice(least, False, f"nothing here fits into {gib(most)} GiB: {peak}", fits=False)
     limit = target * none.simulated.step_s * (1 + 1e-9)
     within = [row for row in offloaded if row.simulated.step_s <= limit]
     if within:
@@ -225,6 +251,11 @@ def choose(found: Sequence[Candidate], target: float) -> Choice:
         f"no schedule that offloads stays within {target:g} x none on this link; this is the fastest, at "
         f"{times:.3f} x. If the state fits the GPU beside the rest, keep it there (none)"
     )
+    if most is not None:
+        fit = f"{gib(most)} GiB; this is the fastest that fits, at {times:.3f} x"
+        keep = ". All state fits the GPU beside the rest: keep it there (none)"
+        reason = f"no schedule that offloads stays within {target:g} x none and {fit}"
+        reason += keep if none.simulated.peak_bytes <= most else ""
     return Choice(best, False, reason)
 
 

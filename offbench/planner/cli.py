@@ -40,6 +40,9 @@ def plan(
         list[str] | None,
         typer.Option(help="State that may stay on the GPU, as in 4GiB; repeatable; by default a few shares of it."),
     ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Memory of a GPU, as in 80GiB: what peaks above it is not recommended.")
+    ] = None,
     fsdp_copies: Annotated[
         str, typer.Option(help="kernel, or stock: small copies of FSDP2 wait behind bulk ones.")
     ] = "kernel",
@@ -82,6 +85,7 @@ def plan(
         tflops=tflops,
         target=target,
         budgets=tuple(state_budget or ()),
+        memory_limit=memory_limit,
         fsdp_copies=fsdp_copies,
         readbacks=readbacks,
         what_if=tuple(what_if or ()),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from offbench.errors import UsageError
 from offbench.planner import plots, whatif
-from offbench.planner.choose import budgets_of, candidates, choose, least_memory, pareto
+from offbench.planner.choose import budgets_of, candidates, choose, fullest_stream, least_memory, pareto
 from offbench.planner.gather import gather, readable
 from offbench.planner.options import PlanOptions
 from offbench.planner.reality import against
@@ -35,10 +35,10 @@ def plan(options: PlanOptions, look: Callable[[], Machine]) -> Iterator[str]:
     what_ifs = whatif.chosen(options.what_if)
     if options.plot is not None and not options.plot.strip():
         raise UsageError("--plot: names no folder; give one to write figures into, as in docs/figures")
-    if options.plot is not None and (
-        unused := "--what-if" if what_ifs else "--state-budget" if options.budgets else ""
-    ):
-        raise UsageError(f"{unused}: the figures of --plot do not show it; ask for the table without --plot")
+    shown = {"--what-if": what_ifs, "--state-budget": options.budgets, "--memory-limit": options.memory_limit}
+    if options.plot is not None and (unused := [flag for flag, given in shown.items() if given]):
+        raise UsageError(f"{unused[0]}: the figures of --plot do not show it; ask for the table without --plot")
+    most = None if options.memory_limit is None else parse_size("--memory-limit", options.memory_limit)
     inputs = gather(options, look)
     if options.plot is not None:
         yield from (f"wrote {path}" for path in plots.write(Path(options.plot), inputs))
@@ -49,7 +49,10 @@ def plan(options: PlanOptions, look: Callable[[], Machine]) -> Iterator[str]:
     limit = options.target * found[0].simulated.step_s * (1 + 1e-9)
     least = None if given else least_memory(setting, limit)
     found += [least] if least and least not in found else []
-    yield from plan_lines(inputs, found, pareto(found), choose(found, options.target))
+    if most is not None and not given and (least is None or least.simulated.peak_bytes > most):
+        fullest = fullest_stream(setting, most)
+        found += [fullest] if fullest and fullest not in found else []
+    yield from plan_lines(inputs, found, pareto(found), choose(found, options.target, most), most)
     if what_ifs:
         planned = whatif.outcome("as planned", inputs, options.target)
         others = [(what, whatif.outcome(what.name, what.change(inputs), options.target)) for what in what_ifs]

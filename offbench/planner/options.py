@@ -27,6 +27,7 @@ class PlanOptions:
     tflops: float | None = None
     target: float = 1.05
     budgets: tuple[str, ...] = ()
+    memory_limit: str | None = None
     fsdp_copies: str = "kernel"
     readbacks: str = "kernel"
     what_if: tuple[str, ...] = ()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -41,6 +43,8 @@ WHAT_IF_COLUMNS = (
     "least budget",
     "its peak",
 )
+SPARE, WHAT_IF_SPARE = ("small", "floor s", "wait out", "wait in", "exposed s", "tok/s"), ("state", "one way", "both")
+"""Columns that a narrow terminal goes without, the first ones first."""
 REALITY_COLUMNS = (
     "row",
     "simulated s",
@@ -54,7 +58,7 @@ REALITY_COLUMNS = (
 LOSS = "of the forward head and loss {:.3g} s, assumed: their share of its FLOPs; all state must be there before them"
 NO_LOSS = "head and loss are taken to take no time, as no model is known: all state must be there before they begin"
 HOST = (
-    "on one H200 overlap and stream, with small copies by kernels, took up to 0.06 s a step longer than simulated: "
+    "on one H200 overlap and stream, with small copies by kernels, took up to 0.07 s a step longer than simulated: "
     "docs/plan.md, What is not"
 )
 TRACED_HOST = "traced, where the profiler slows the host, compute idled for them longer than in none:"
@@ -66,7 +70,7 @@ TRACED = (
 LATE = ("overlap", "stream")
 """Arms that copy beside forward and backward."""
 IN_PLACE = "exposed of zerocopy: also forward slowed by its kernel's multiprocessors, less AdamW, which runs beside it"
-INDENT, WIDTH = " " * 11, 110
+INDENT, WIDTH, FOLDED = " " * 11, 110, 20
 KERNEL = (
     "Times hold with --fsdp-copies kernel --readbacks kernel, the defaults of offbench run on a GPU: otherwise small "
     "copies wait behind bulk ones, and overlap and stream are far slower (--fsdp-copies stock --readbacks copy "
@@ -75,28 +79,40 @@ KERNEL = (
 
 
 def plan_lines(
-    inputs: Inputs, found: Sequence[Candidate], front: Sequence[Candidate], choice: Choice
+    inputs: Inputs, found: Sequence[Candidate], front: Sequence[Candidate], choice: Choice, most: int | None = None
 ) -> Iterator[str]:
-    """Inputs with their origins, the table, the recommendation."""
+    """Inputs with their origins, the table, the recommendation. most: bytes of GPU memory, where they are given."""
     job, c, links = inputs.job, inputs.compute, inputs.links
-    yield "Simulated, not measured: " + job.said
+    yield from prose("Simulated, not measured: " + job.said)
     usual = arms.ARMS["chunked"].resolve(chunk_bytes=job.chunk_bytes)
     copies = len(job.cut(arms.ARMS["chunked"].schedule(usual).chunk_bytes).chunks)
     pieces = f"chunks of up to {show_size(job.chunk_bytes)} in {usual.pieces} pieces, {copies} copies each way"
-    yield f"  state    {gib(job.layout.nbytes)} GiB a rank, each way and step: {pieces}"
+    yield from labelled("state", f"{gib(job.layout.nbytes)} GiB a rank, each way and step: {pieces}")
     clip = f", clip {c.clip:.3g}" if c.clip else ""
-    yield f"  compute  forward {c.forward:.3g}, backward {c.backward:.3g}{clip}, update {c.update:.3g} s"
+    yield from labelled(
+        "compute", f"forward {c.forward:.3g}, backward {c.backward:.3g}{clip}, update {c.update:.3g} s"
+    )
     yield from prose(inputs.compute_from, INDENT)
     yield from prose(LOSS.format(c.loss) if c.loss else NO_LOSS, INDENT)
     ways = f"{gib(links.into)} in, {gib(links.out)} out, {gib(links.both)} both ways"
-    yield f"  link     {ways}, GiB/s a rank while all copy"
+    yield from labelled("link", f"{ways}, GiB/s a rank while all copy")
     yield from prose(inputs.links_from, INDENT)
     yield from host_lines(inputs)
     yield ""
-    yield from table(COLUMNS, [_row(row, found[0], inputs, row in front) for row in found])
-    yield "* no other row is as fast with as little memory; budget, state (when backward ends) and peak in GiB"
-    yield "exposed = step - none = wait in + wait out + small; budget: --state-budget, state that stays on the GPU"
-    yield "names of stream: --staging, and to --at-loss when the forward ends; without that to what raises no peak"
+    marks = ["over" if most and row.simulated.peak_bytes > most else "*   " if row in front else "" for row in found]
+    rows = [_row(row, found[0], inputs, mark) for row, mark in zip(found, marks, strict=True)]
+    yield from table(COLUMNS, rows, SPARE)
+    if most and "over" in marks:
+        yield f"over: its peak is more than {gib(most)} GiB (--memory-limit)"
+    yield from prose(
+        "* no other row is as fast with as little memory; budget, state (when backward ends) and peak in GiB"
+    )
+    yield from prose(
+        "exposed = step - none = wait in + wait out + small; budget: --state-budget, state that stays on the GPU"
+    )
+    yield from prose(
+        "names of stream: --staging, and to --at-loss when the forward ends; without that to what raises no peak"
+    )
     if any(row.arm.name == "zerocopy" for row in found):
         yield from prose(IN_PLACE)
     if job.model is None or job.seq_len is None:
@@ -112,7 +128,7 @@ def host_lines(inputs: Inputs) -> Iterator[str]:
     yield from prose(f"{TRACED_HOST} {seconds} s" if seconds else HOST, INDENT)
 
 
-def _row(row: Candidate, none: Candidate, inputs: Inputs, front: bool) -> list[str]:
+def _row(row: Candidate, none: Candidate, inputs: Inputs, mark: str) -> list[str]:
     s, tokens = row.simulated, inputs.job.tokens_per_step
     return [
         row.name,
@@ -127,12 +143,15 @@ def _row(row: Candidate, none: Candidate, inputs: Inputs, front: bool) -> list[s
         f"{row.floor_s:.3f}",
         gib(s.state_at_backward_end_bytes),
         gib(s.peak_bytes),
-        "*" if front else "",
+        mark,
     ]
 
 
 def recommendation(inputs: Inputs, choice: Choice) -> Iterator[str]:
     """What to take, why, and the command that measures it."""
+    if not choice.fits:
+        yield from prose(f"{choice.reason[0].upper()}{choice.reason[1:]}. More ranks (--world) hold less each.")
+        return
     yield from prose(f"Take {choice.candidate.name}: {choice.reason}.")
     if choice.candidate.arm.name in LATE and not inputs.small.any:
         yield from prose(KERNEL)
@@ -174,10 +193,16 @@ def what_if_lines(planned: Outcome, others: Sequence[tuple[WhatIf, Outcome]], ta
     """A row for the plan as it is and one for each what-if, then what each assumes."""
     yield "What if"
     yield from table(
-        WHAT_IF_COLUMNS, [_what_if_row(planned), *(_what_if_row(found, what.exact) for what, found in others)]
+        WHAT_IF_COLUMNS,
+        [_what_if_row(planned), *(_what_if_row(found, what.exact) for what, found in others)],
+        WHAT_IF_SPARE,
     )
-    yield "x none of chunked, overlap with 4 slots, and stream with half of the state as its budget; rates in GiB/s"
-    yield f"least budget: GiB of state with which stream stays within {target:g} x none, and the GPU's peak with it"
+    yield from prose(
+        "x none of chunked, overlap with 4 slots, and stream with half of the state as its budget; rates in GiB/s"
+    )
+    yield from prose(
+        f"least budget: GiB of state with which stream stays within {target:g} x none, and the GPU's peak with it"
+    )
     for what, _ in others:
         yield from prose(f"{what.name}: {what.assumes(planned.inputs)}.")
 
@@ -218,7 +243,19 @@ def _reality_row(c: Compared) -> list[str]:
 
 def prose(text: str, indent: str = "") -> list[str]:
     """A sentence in lines of readable length."""
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    width = min(WIDTH, terminal() or WIDTH)
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def labelled(label: str, text: str) -> list[str]:
+    """A sentence with its subject in the margin."""
+    first, *rest = prose(text, INDENT)
+    return [f"  {label}".ljust(len(INDENT)) + first.lstrip(), *rest]
+
+
+def terminal() -> int | None:
+    """Columns of the terminal that is written to; None where it is none, and lines are as long as they need."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def rate(tokens_s: float) -> str:
@@ -226,10 +263,22 @@ def rate(tokens_s: float) -> str:
     return f"{tokens_s / 1e3:.1f}k" if tokens_s >= 1e4 else f"{tokens_s:,.0f}"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as they need, the first one to the left, the others to the right."""
-    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str] = ()) -> Iterator[str]:
+    """Columns as wide as they need, the first one to the left, the others to the right. Those of `spare` are
+    left out, in turn, where a terminal is too narrow, and named; then the first column is folded."""
+    every = {name: max(len(line[i]) for line in (header, *rows)) for i, name in enumerate(header)}
+    gone: list[str] = []
+    while (most := terminal()) and sum(every.values()) + 2 * (len(every) - 1) > most and len(gone) < len(spare):
+        gone.append(spare[len(gone)])
+        del every[gone[-1]]
+    kept, (widest, *widths) = [header.index(name) for name in every], every.values()
+    if most := terminal():
+        widest = min(widest, max(FOLDED, most - sum(widths) - 2 * len(widths)))
     for line in (header, *rows):
-        first, *rest = line
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        first, *rest = (line[i] for i in kept)
+        first, *more = textwrap.wrap(first, widest, subsequent_indent="  ") or [""]
+        cells = [first.ljust(widest), *(cell.rjust(width) for cell, width in zip(rest, widths, strict=True))]
         yield "  ".join(cells).rstrip()
+        yield from more
+    if gone:
+        yield from prose(f"in a wider terminal: {', '.join(name for name in header if name in gone)}")

@@ -12,7 +12,7 @@ from offbench import cli
 from offbench.arms import ARMS
 from offbench.errors import UsageError
 from offbench.offload.chunks import plan_staging
-from offbench.planner import whatif
+from offbench.planner import text, whatif
 from offbench.planner.choose import (
     Candidate,
     Setting,
@@ -20,6 +20,7 @@ from offbench.planner.choose import (
     budgets_of,
     candidates,
     choose,
+    fullest_stream,
     least_memory,
     least_stream,
     pareto,
@@ -266,6 +267,46 @@ def test_the_least_memory_is_that_of_the_arm_that_needs_least() -> None:
     found = least_memory(at, 0.98 * at.compute.total)
     assert found is not None
     assert (found.name, found.budget) == ("zerocopy", 0)
+
+
+def test_what_does_not_fit_the_memory_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    tight = lines(capsys, *SEED, "--memory-limit", "34GiB", "--state-budget", "0GiB")
+    text = " ".join(" ".join(tight).split())
+    assert "stays within 1.05 x none and 34.0 GiB; this is the fastest that fits, at 1.306 x. Times hold" in text
+    rows = [
+        line.split() for line in tight if line.startswith(("none ", "main ", "chunk", "overlap", "stream", "zero"))
+    ]
+    peaks = [(float(row[-2 if row[-1] in {"over", "*"} else -1]), row[-1] == "over") for row in rows]
+    assert len(peaks) == 9
+    assert all(over == (peak > 34) for peak, over in peaks)
+    # Faster than these is the largest budget that fits: one step of it, 0.25 GiB, more does not.
+    full = fullest_stream(planned(), 40 * GIB)
+    assert full is not None
+    assert full.simulated.peak_bytes <= 40 * GIB < stream_at(planned(), full.budget + GIB // 4).simulated.peak_bytes
+    nothing = lines(capsys, *SEED, "--memory-limit", "30GiB", "--state-budget", "0GiB")
+    assert "Nothing here fits into 30.0 GiB: stream, 2.0 to 12.0 GiB needs least, 33.4 GiB." in nothing[-2]
+    assert not any(line.startswith(("Take", "Measure")) for line in nothing)
+    all_fits = choose([row("none", 1.0, 9), row("chunked", 1.5, 2)], 1.05, most=9)
+    assert "keep it there (none)" in all_fits.reason
+
+
+def test_a_narrow_terminal_shows_what_decides(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = lines(capsys, *SEED, "--state-budget", "0GiB")
+    monkeypatch.setattr(text, "terminal", lambda: 80)
+    narrow = lines(capsys, *SEED, "--state-budget", "0GiB", "--what-if", "ranks")
+    assert all(len(line) <= 80 or line.startswith("Measure it: ") for line in narrow)
+    (stream,) = (line.split() for line in narrow if line.startswith("stream, 2.0 to 12.0 GiB"))
+    assert stream[5:] == ["0.0", "2.945", "1.31", "44.5k", "0.0", "33.4", "*"]
+    assert "in a wider terminal: exposed s, wait in, wait out, small, floor s" in narrow
+    compared = list(
+        text.table(("row", "error"), [["stream (fsdp copies kernel, readbacks kernel, lead 2)" * 2, "-1.0 %"]])
+    )
+    assert [line.endswith("  -1.0 %") for line in compared] == [False, True, False]
+    assert all(len(line) <= 80 for line in compared)
+    monkeypatch.setattr(text, "terminal", lambda: 200)
+    assert lines(capsys, *SEED, "--state-budget", "0GiB") == whole
 
 
 def test_budgets_are_given_or_a_few_shares_of_the_state(capsys: pytest.CaptureFixture[str]) -> None:
