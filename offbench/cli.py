@@ -175,8 +175,12 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the specs and commands; start nothing.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds one launch may take.")] = 1800,
     profile: Annotated[
-        Path | None, typer.Option(help="Profile a few more steps after the window; traces go into this folder.")
+        Path | None, typer.Option(help="Keep traces of the steps after the window, of all ranks, in this folder.")
     ] = None,
+    split: Annotated[
+        bool,
+        typer.Option(help="On a GPU, trace two steps after the window: where their time went, for the record."),
+    ] = True,
     check_window: Annotated[
         bool,
         typer.Option(
@@ -238,6 +242,7 @@ def run(
         timeout_s=timeout,
         profile=profile,
         check_window=check_window,
+        split=split,
     )
     raise typer.Exit(run_command(options, flags, make_launcher()))
 

@@ -47,6 +47,7 @@ class RunFlags:
     profile: Path | None = None
     """Folder for traces."""
     check_window: bool = False
+    split: bool = True
 
 
 def run_command(options: Options, flags: RunFlags, launcher: Launcher) -> int:
@@ -59,7 +60,7 @@ def run_command(options: Options, flags: RunFlags, launcher: Launcher) -> int:
     refuse_hopeless(resolved, hardware)
     path = flags.results or default_results()
     launcher.profile = None if flags.dry_run else flags.profile and writable_folder("--profile", flags.profile)
-    launcher.check_window = flags.check_window
+    launcher.check_window, launcher.split = flags.check_window, flags.split
     results = open_results(path, flags.dry_run)
     past = read_past(path)
     env = environment.capture(hardware.gpus[0].bus_id if resolved.specs[0].mode.device == "cuda" else None)

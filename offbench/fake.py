@@ -27,6 +27,7 @@ class FakeLauncher:
         self.launched: list[RunSpec] = []
         self.profile: Path | None = None
         self.check_window = False
+        self.split = True
 
     def command(self, spec: RunSpec, folder: Path) -> list[str]:
         return ["fake", spec.arm.name, str(folder)]

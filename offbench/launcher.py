@@ -52,9 +52,11 @@ class Launcher(Protocol):
     """Runs one spec in a folder. The worker's files in that folder are the result."""
 
     profile: Path | None
-    """Folder for traces of a few steps after the window; None: no profiling."""
+    """Folder for traces of a few steps after the window; None: none is kept."""
     check_window: bool
     """Whether two more windows check `step_s`."""
+    split: bool
+    """Whether rank 0 traces these steps for the record, on a GPU."""
 
     def command(self, spec: RunSpec, folder: Path) -> list[str]:
         """The command line that `launch` runs."""
@@ -71,6 +73,7 @@ class TorchrunLauncher:
         self.env = dict(os.environ if env is None else env)
         self.profile: Path | None = None
         self.check_window = False
+        self.split = True
 
     def command(self, spec: RunSpec, folder: Path) -> list[str]:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -84,7 +87,7 @@ class TorchrunLauncher:
         with (folder / "torchrun.log").open("wb") as log:
             process = subprocess.Popen(
                 self.command(spec, folder),
-                env=launch_env(spec, folder, self.env, self.profile, self.check_window),
+                env=launch_env(spec, folder, self.env, self.profile, self.check_window, self.split),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -101,12 +104,19 @@ class TorchrunLauncher:
 
 
 def launch_env(
-    spec: RunSpec, folder: Path, base: Mapping[str, str], profile: Path | None = None, check_window: bool = False
+    spec: RunSpec,
+    folder: Path,
+    base: Mapping[str, str],
+    profile: Path | None = None,
+    check_window: bool = False,
+    split: bool = True,
 ) -> dict[str, str]:
-    """The launch's environment. OMP_NUM_THREADS is always set, because torchrun sets it for some rank counts only."""
+    """The launch's environment. OMP_NUM_THREADS is always set, because torchrun sets it for some rank counts only.
+    split: trace two more steps for the record, on a GPU."""
     env = {**base, "OFFBENCH_SPEC": str(folder / "spec.json"), "OFFBENCH_OUT": str(folder)}
     env["OFFBENCH_PROFILE"] = str(profile.absolute()) if profile is not None else ""
     env["OFFBENCH_CHECK_WINDOW"] = "1" if check_window else ""
+    env["OFFBENCH_SPLIT"] = "1" if split and spec.mode.device == "cuda" else ""
     share = max(1, len(os.sched_getaffinity(0)) // spec.mode.nproc)
     env.setdefault("OMP_NUM_THREADS", str(min(8, share)))
     if spec.mode.device == "cuda":

@@ -47,19 +47,28 @@ class TracedRecorder(WindowRecorder):
             self._element.add_(1)
 
 
-def profile(step: Callable[[int], None], first: int, path: Path, device: torch.device) -> None:
-    """Run one step to warm the profiler up and STEPS more under it; write a Chrome trace, gzipped, to `path`.
+def profile(step: Callable[[int], None], first: int, path: Path | None, device: torch.device) -> str | None:
+    """Run one step to warm the profiler up and STEPS more under it; write a Chrome trace, gzipped, to `path`. None:
+    run the steps alone, as other ranks need them. Returns why there is no trace, if there should be one.
 
     step(i) runs the i-th training step, counted from `first`. The device is idle before the first and after the last.
     """
+    if path is None:
+        for number in range(first, first + 1 + STEPS):
+            step(number)
+        return None
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    path.parent.mkdir(parents=True, exist_ok=True)
     step(first)
     with torch.profiler.profile(activities=kinds) as profiler:
         for number in range(first + 1, first + 1 + STEPS):
             with torch.profiler.record_function(f"ProfilerStep#{number}"):
                 step(number)
         torch.get_device_module(device).synchronize()
-    profiler.export_chrome_trace(str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+    except (OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

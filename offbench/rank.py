@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -243,20 +244,31 @@ def check_window(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Dev
 def trace(
     job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device, out: Path
 ) -> tuple[str | None, Split | None]:
-    """With --profile, a few more steps under the profiler: the trace's file name and, of rank 0, its split."""
-    folder = os.environ.get("OFFBENCH_PROFILE")
-    if not folder:
+    """A few more steps, under the profiler: of rank 0 their split, unless --no-split, and with --profile the trace's
+    file name. What goes wrong with a trace must not cost what was measured before: it is a warning."""
+    kept = os.environ.get("OFFBENCH_PROFILE")
+    if not kept and not os.environ.get("OFFBENCH_SPLIT"):
         return None, None
-    path = Path(folder) / f"{spec.arm.name}-{out.name}-rank{job.rank}.json.gz"
     recorder = profiler.TracedRecorder(device, spec.arm.readbacks)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
     def step(number: int) -> None:
         train_step(job, optimizer, scheduler, recorder, None, number)
 
-    profiler.profile(step, spec.window.warmup + spec.window.steps, path, device.torch_device)
-    optimizer.drain()
-    return path.name, split_of(path) if job.rank == 0 else None
+    with tempfile.TemporaryDirectory() as spare:
+        path = Path(kept or spare) / f"{spec.arm.name}-{out.name}-rank{job.rank}.json.gz"
+        first = spec.window.warmup + spec.window.steps
+        why = profiler.profile(step, first, path if kept or job.rank == 0 else None, device.torch_device)
+        optimizer.drain()
+        found = None
+        if job.rank == 0 and why is None:
+            try:
+                found = split_of(path)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+    if why is not None:
+        warnings.warn(f"no split of traced steps: {why}", UserWarning, stacklevel=2)
+    return path.name if kept and path.exists() else None, found
 
 
 def job_bus_id(env: dict[str, Any]) -> str | None:

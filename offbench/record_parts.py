@@ -202,8 +202,8 @@ class TimeParts(Row):
 
 
 class Split(Row):
-    """Where the steps that --profile traced spent their time: means over `steps` steps, of rank 0. The profiler makes
-    the host slower, so these steps are longer than those of the window, and `launch_s` is the part that grows."""
+    """Where the steps traced after the window spent their time: means over `steps` steps, of rank 0. The profiler
+    makes the host slower, so these steps are longer than those of the window: `launch_s` is the part that grows."""
 
     steps: int | None = None
     kernels_digest: str | None = None

@@ -236,6 +236,7 @@ def test_profile_goes_to_a_folder_that_is_checked_first(
     words = ["run", "--arm", "none", "--results", "o.jsonl", "--profile"]
     assert cli.main([*words, "traces/new"]) == 0
     assert launcher.profile == Path("traces/new")
+    assert launcher.split
     assert (tmp_path / "traces/new").is_dir()
     (tmp_path / "file").touch()
     assert cli.main([*words, "file/below"]) == 2
@@ -243,6 +244,11 @@ def test_profile_goes_to_a_folder_that_is_checked_first(
     assert cli.main([*words, "traces/dry", "--dry-run"]) == 0
     assert not (tmp_path / "traces/dry").exists()
     assert len(launcher.launched) == 1
+
+
+def test_the_split_can_be_left_out(launcher: FakeLauncher) -> None:
+    assert cli.main(["run", "--arm", "none", "--results", "o.jsonl", "--no-split"]) == 0
+    assert not launcher.split
 
 
 def test_report_is_machine_readable(launcher: FakeLauncher, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,6 +159,8 @@ def test_the_environment_is_explicit(tmp_path: Path) -> None:
     assert cuda["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert (cuda["OFFBENCH_PROFILE"], cuda["OFFBENCH_CHECK_WINDOW"]) == ("", "")
     assert launch_env(SPEC, tmp_path, {}, check_window=True)["OFFBENCH_CHECK_WINDOW"] == "1"
+    assert (cuda["OFFBENCH_SPLIT"], cpu["OFFBENCH_SPLIT"]) == ("1", ""), "a CPU has no queue to look at"
+    assert launch_env(RunSpec(), tmp_path, {}, split=False)["OFFBENCH_SPLIT"] == ""
 
 
 def test_the_command_names_every_choice(tmp_path: Path) -> None:
