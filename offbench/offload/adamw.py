@@ -117,15 +117,16 @@ class OffloadedAdamW(torch.optim.AdamW):
         given = [p for p, _ in parameters]
         if why := misplaced([*(update.members[0].parameter for update in self._updates[:1]), *given]):
             raise OffbenchError(why)
-        if self.schedule.deferred:
-            self.schedule = deferrable(self.schedule, self._model, given, self._streams)
-            parameters = in_gather_order(self.schedule, self._model, parameters)
-        if self.schedule.update == "host_memory":
+        schedule = self.schedule
+        if schedule.deferred:
+            schedule = deferrable(schedule, self._model, given, self._streams)
+            parameters = in_gather_order(schedule, self._model, parameters)
+        if schedule.update == "host_memory":
             locals_ = [local_of(p) for p, _ in parameters]
-            self.schedule = in_host_memory(self.schedule, self.device, self.implementation, locals_)
+            schedule = in_host_memory(schedule, self.device, self.implementation, locals_)
         sizes = [local_of(p).numel() * local_of(p).element_size() for p, _ in parameters]
-        new = plan_chunks(sizes, self.schedule.chunk_bytes, after=self.chunks)
-        keep = leading((*self.chunks, *new), self.schedule.resident_bytes if self.schedule.offloaded else None)
+        new = plan_chunks(sizes, schedule.chunk_bytes, after=self.chunks)
+        keep = leading((*self.chunks, *new), schedule.resident_bytes if schedule.offloaded else None)
         require_room(sum(chunk.nbytes for chunk in new if chunk.index not in keep))  # before the device's memory goes
         stay = {
             chunk.index: torch.zeros(chunk.nbytes, dtype=torch.uint8, device=self.device)
@@ -133,9 +134,11 @@ class OffloadedAdamW(torch.optim.AdamW):
             if chunk.index in keep
         }
         self.store.extend([0 if chunk.index in stay else chunk.nbytes for chunk in new])
+        self.schedule = schedule  # not before: where memory is refused the engine goes on with the old one
         self._resident.update(stay)
         homes = [self._resident.get(chunk.index, self.store.chunk(chunk.index)) for chunk in new]
-        counters = torch.zeros(len(parameters), device=self.device if self.implementation == "fused" else "cpu")
+        at = self.device if self.implementation == "fused" else torch.device("cpu")
+        counters = torch.zeros(len(parameters), dtype=torch.float32, device=at)
         moments = [offsets for chunk in new for offsets in chunk.offsets]
         members = [
             Member(p, group, step, offsets)

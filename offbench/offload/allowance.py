@@ -28,15 +28,14 @@ class Allowance:
         self._headroom = Headroom()
         self._kept_bytes = 0
         self.ahead_bytes = 0
-        """State that is here before its step(), in memory that activations lent (`prefetch`)."""
-        self.early_bytes = 0
-        """The same in memory that will be part of the arena. Both are no part of the extents before step()."""
+        """State that is here before its step(), in memory that activations lent (`prefetch`): no part of the extents
+        until then."""
         self._asked: int | None = None
         """At the loss, as the schedule has it."""
         self.at_loss: int | None = None
         """Most staging memory when the forward ends; None: no limit."""
         self.arena_bytes = 0
-        """What step() takes."""
+        """What step() takes, or the end of the backward before it."""
         self._piece_bytes = EXTENT_BYTES
         self.least_bytes = 0
         """An arena must hold so much for every chunk to find a place."""
@@ -125,7 +124,7 @@ class Allowance:
     @property
     def staged_bytes(self) -> int:
         """All staging memory there is."""
-        return self._extents.nbytes + self.ahead_bytes + self.early_bytes
+        return self._extents.nbytes + self.ahead_bytes
 
     def _own_bytes(self) -> int | None:
         """What the workload itself has on the device; None where nobody counts."""

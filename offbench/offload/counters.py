@@ -20,7 +20,7 @@ class StepCounters:
 
     def make(self, many: int) -> list[torch.Tensor]:
         """Counters of so many further parameters, 0-dim float32 on the CPU, at 0."""
-        shared = torch.zeros(many, device="cpu")  # whatever the default device is
+        shared = torch.zeros(many, dtype=torch.float32, device="cpu")  # whatever the defaults are
         made = [apart(counter) for counter in shared.unbind()]
         self._shared.append(shared)
         self._all += made

@@ -137,12 +137,12 @@ class Engine(ABC):
             count += 1
         return count
 
-    def move_in_early(self, chunk: Chunk, staged: Staged, ready: Event, is_finished: bool) -> Event:
-        """Queue the copies into staging that compute hands over at `ready`, before step(). Unless compute has waited
-        until the previous step is finished, that may still be writing the host's bytes. The event follows the last."""
+    def move_in_early(self, chunk: Chunk, staged: Staged, ready: Event) -> Event:
+        """Queue the copies into staging that compute hands over at `ready`, before step(): the previous step may still
+        be writing the host's bytes. The event follows the last of them."""
         moves_in = self._streams.side("in")
         moves_in.wait(ready, Why.ARENA_READY)
-        if not is_finished and chunk.index in self._written_back:
+        if chunk.index in self._written_back:
             moves_in.wait(self._written_back[chunk.index], Why.HOST_CURRENT)
         return self._move_in(moves_in, chunk, staged)
 

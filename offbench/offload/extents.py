@@ -117,6 +117,14 @@ class Extents:
         self._put(extent, 0, extent.nbytes, {why: (self._now(), ready)})
         return extent
 
+    def lend(self, memory: torch.Tensor, why: Why, ready: Event) -> Range:
+        """The same with memory that is in use already, and of which nothing more is taken: all of it, as if taken."""
+        extent = self.add(memory, why, ready)
+        self.close(extent)
+        (free,) = extent.free
+        self._drop(extent, free)
+        return Range(extent, free.start, free.stop, free.guards)
+
     def close(self, extent: Extent) -> None:
         """Take nothing more out of an extent; what is taken is given back as ever."""
         extent.closed = True

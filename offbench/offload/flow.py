@@ -1,11 +1,11 @@
 """The engine of arm stream: state flows through the memory that gradients leave behind.
 
 Each update ends the life of its gradient, 4 bytes a parameter, just when the next moments, 8 bytes a parameter, need
-room. So staging starts as a small arena at step() and grows into gradient memory while the forward updates layer by
-layer; parameters, gradients and staging together stay constant. Half-way through, gradients have replaced the arena,
-whose memory activations need by then (`allowance`). Move-in then never waits for write-back while that
-memory lasts, has the link to itself, and everything else is written back after the last move-in: at the end of the
-forward and in the backward, whose gradients take their memory back layer by layer.
+room. So staging starts as a small arena, filled when the backward ends (`prefetch`) and by step(), and grows into
+gradient memory while the forward updates layer by layer; parameters, gradients and staging together stay constant.
+Half-way through, gradients have replaced the arena, whose memory activations need by then (`allowance`). Move-in then
+never waits for write-back while that memory lasts, has the link to itself, and everything else is written back after
+the last move-in: at the end of the forward and in the backward, whose gradients take their memory back layer by layer.
 
 Note [Who waits for whom]
     stream   waits for           because (see `streams.Why`)
@@ -20,8 +20,8 @@ Note [Who waits for whom]
     reader   update              a layer is gathered after its last chunk's update             READ
     compute  out                 staging memory returns to compute only when written back      WRITTEN_BACK
 
-From step() on host bytes are current without a wait of their own: compute has waited for the previous step's
-write-back before it hands over the arena and the gradients of this step.
+Host bytes that come into the arena, or into gradients' memory, are current without a wait of their own: compute has
+waited for the previous step's write-back before it hands those over.
 Only memory decides what is written back early: a chunk that finds no room has the oldest updated chunks written back.
 No wait is made on the host, and none depends on how far the device has come.
 """
@@ -42,7 +42,7 @@ from offbench.offload.extents import Extent, Extents, joined
 from offbench.offload.flow_step import FlowStep, Place
 from offbench.offload.gradients import by_memory, sole_memory
 from offbench.offload.hoststore import HostStore
-from offbench.offload.prefetch import Prefetch, taken_over
+from offbench.offload.prefetch import Prefetch
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged, segments
 from offbench.offload.streams import Event, Streams, Why
@@ -73,7 +73,7 @@ class FlowEngine(Engine):
         self._extents = Extents()
         self._allowance = Allowance(streams, self._extents)
         self._step: FlowStep | None = None
-        self.prefetch = Prefetch(self, streams, self._allowance)
+        self.prefetch = Prefetch(self, streams, self._allowance, self._extents)
         super().__init__(chunks, store, schedule, streams, copier, resident, debug)
 
     def _plan(self) -> None:
@@ -95,15 +95,21 @@ class FlowEngine(Engine):
         are updated, and those that stay before them; the others from the forward's reads."""
         self._finish()
         moving = [work.chunk for work in works if work.chunk.index not in self._resident]
-        moved = taken_over(self.prefetch.take(moving), self._extents)
+        self.prefetch.keep(moving)
         if not works:
+            self.give_back_idle()
             return
-        self._count_step()
         self._allowance.step()
+        try:
+            for nbytes in self._allowance.arena(self._extents.nbytes, self._allowance.ahead_bytes):
+                self.add_extent(nbytes)
+        except torch.OutOfMemoryError:  # this step is left out; state that is here already waits for the next one
+            self.give_back_idle()
+            raise
+        moved = self.prefetch.take()
+        self._count_step()
         lent = [extent for extent in self._extents.all if extent.closed]
         arena = [extent for extent in self._extents.all if not extent.closed]
-        there, borrowed = (sum(extent.nbytes for extent in extents) for extents in (arena, lent))
-        arena += [self._add_extent(nbytes) for nbytes in self._allowance.arena(there, borrowed)]
         ready = self._streams.compute().record()
         self.prefetch.stepped(moving, [work.chunk for work in works])
         to_move = deque(chunk for chunk in moving if chunk.index not in moved)
@@ -147,7 +153,7 @@ class FlowEngine(Engine):
         self._allowance.backward_ends()
         if self.prefetch.is_due:
             self._finish()
-        self.prefetch.backward(ended=True)
+        self.prefetch.backward_ends()
 
     def drain(self) -> None:
         """Return when nothing is queued or in flight; staging memory is given back."""
@@ -163,7 +169,8 @@ class FlowEngine(Engine):
                 self._give_back(self._step.arrived.pop(0))
             self._step = None
 
-    def _add_extent(self, nbytes: int) -> Extent:
+    def add_extent(self, nbytes: int) -> Extent:
+        """Take staging memory of that size from compute."""
         memory = self._streams.allocate(nbytes)
         return self._extents.add(memory, Why.ARENA_READY, self._streams.compute().record())
 
@@ -273,7 +280,7 @@ class FlowEngine(Engine):
             self._write_back(*step.staged.popleft())
         else:
             sizes = [nbytes for _, nbytes in self._segments[chunk.index]]
-            step.arena.append(self._add_extent(sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes)))
+            step.arena.append(self.add_extent(sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes)))
 
     def _keep_staged(self, step: FlowStep, chunk: Chunk, place: Place) -> None:
         """An updated chunk stays until memory asks for it, unless its own memory is to go back."""
@@ -284,18 +291,21 @@ class FlowEngine(Engine):
 
     def _move_ahead(self, step: FlowStep) -> None:
         """Chunks move in, in order, as far as there is room."""
+        while step.to_move and (moved := self.stage(step.to_move[0])) is not None:
+            step.moved[step.to_move.popleft().index] = moved
+            step.last_in = moved[1]
+
+    def stage(self, chunk: Chunk) -> tuple[Place, Event] | None:
+        """Queue the copies of a chunk into staging memory that is there: where, and the event behind them; None, and
+        nothing queued, where it finds no room. The previous step must be finished."""
+        ranges = self._extents.take(nbytes for _, nbytes in self._segments[chunk.index])
+        if ranges is None:
+            return None
         moves_in = self._streams.side("in")
-        while step.to_move:
-            chunk = step.to_move[0]
-            ranges = self._extents.take(nbytes for _, nbytes in self._segments[chunk.index])
-            if ranges is None:
-                return
-            step.to_move.popleft()
-            for why, event in self._extents.guards(ranges):
-                moves_in.wait(event, why)
-            place = Place(ranges, Staged(joined(self._segments[chunk.index], ranges)))
-            step.last_in = self._move_in(moves_in, chunk, place.state)
-            step.moved[chunk.index] = (place, step.last_in)
+        for why, event in self._extents.guards(ranges):
+            moves_in.wait(event, why)
+        place = Place(ranges, Staged(joined(self._segments[chunk.index], ranges)))
+        return place, self._move_in(moves_in, chunk, place.state)
 
     def _write_back(self, chunk: Chunk, place: Place) -> None:
         moves_out = self._streams.side("out")
@@ -334,6 +344,11 @@ class FlowEngine(Engine):
         """Give back as much memory as the gradients that come next need, and whatever is written back already."""
         while step.arrived and (self._extents.nbytes > step.most_bytes or self._extents.passed(step.arrived[0])):
             self._give_back(step.arrived.pop(0))
+
+    def give_back_idle(self) -> None:
+        """Let compute have all staging memory that holds nothing."""
+        for extent in [one for one in self._extents.all if one.idle]:
+            self._give_back(extent)
 
     def _give_back(self, extent: Extent) -> None:
         compute = self._streams.compute()

@@ -39,7 +39,7 @@ class FlowStep:
     gradient_bytes: int
     """Of all their memory."""
     arena: list[Extent]
-    """Memory taken by step() that is not given back yet."""
+    """Memory of the arena that is not given back yet."""
     lent: list[Extent]
     """Memory of state that was here before step(), each chunk's its own; it goes back once that is written back."""
     retired: bool = False

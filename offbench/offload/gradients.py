@@ -12,8 +12,8 @@ from offbench.offload.layout import alias
 
 
 def own(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same memory as tensors that nobody else holds, flat where that costs nothing: whoever keeps `p.grad` then
-    counts as a user of its memory.
+    """The same memory as tensors that nobody else holds, flat where that costs nothing: whoever keeps `p.grad`, or a
+    buffer that it is a view of, then counts as a user of its memory.
 
     FSDP2 reduces a parameter group into one buffer of which all its gradients are views: that is cut in one call.
     """
@@ -26,7 +26,7 @@ def own(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         else:
             views.setdefault(id(base), (base, []))[1].append((int(gradient.storage_offset()), gradient.numel(), i))
     for base, spans in views.values():
-        pieces = _cut(base, sorted(spans))
+        pieces = _cut(alias(base), sorted(spans))
         for piece, (_, _, i) in zip(pieces or (), sorted(spans), strict=pieces is not None):
             found[i] = piece
         if pieces is None:

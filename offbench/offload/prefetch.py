@@ -12,7 +12,7 @@ previous step(): after an earlier one activations come once more. If they do all
 Note [Who waits for whom]
     in       compute             the memory is compute-stream memory                           ARENA_READY
     in       out                 the previous step may still be writing these host bytes       HOST_CURRENT
-             (in the backward; after it compute has waited for that, and hands over the arena)
+             (in lent memory; compute has waited for that before it hands over the arena)
     compute  in                  memory of a dropped copy returns when nothing is written into it  WRITTEN_BACK
 """
 
@@ -20,54 +20,48 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from offbench.offload.allowance import Allowance
 from offbench.offload.chunks import Chunk
-from offbench.offload.engine import Engine
 from offbench.offload.extents import Extents
 from offbench.offload.flow_step import Place
 from offbench.offload.staged import Staged
 from offbench.offload.streams import Event, Streams, Why
+
+if TYPE_CHECKING:
+    from offbench.offload.flow import FlowEngine
+
+
+class Lent(NamedTuple):
+    """Memory that activations have left and want back."""
+
+    memory: torch.Tensor
+    """uint8 [bytes of the chunk in it]."""
+    begin: Event
+    """Passed when compute has handed it over."""
+    state: Staged
 
 
 class Ahead(NamedTuple):
     """A chunk's state that is on its way, or there, before its step()."""
 
     chunk: Chunk
-    memory: torch.Tensor
-    """uint8 [bytes of the chunk]."""
-    begin: Event
-    """Passed when compute has handed the memory over."""
+    where: Lent | Place
+    """A place is one in the arena."""
     loaded: Event
-    state: Staged
-    is_lent: bool
-    """Activations want the memory back; else it is part of the arena."""
-
-
-def taken_over(found: Sequence[Ahead], extents: Extents) -> dict[int, tuple[Place, Event]]:
-    """By chunk, where its state is and the event behind it, with its memory among the extents. What was lent is
-    closed: it goes back as soon as the state is updated and written back."""
-    places = {}
-    for chunk, memory, begin, loaded, state, is_lent in found:
-        extent = extents.add(memory, Why.ARENA_READY, begin)
-        ranges = extents.take([chunk.nbytes])
-        assert ranges is not None
-        if is_lent:
-            extents.close(extent)
-        places[chunk.index] = (Place(ranges, state), loaded)
-    return places
 
 
 class Prefetch:
     """Moves state in before step() asks for it, as far as no peak of the workload is raised."""
 
-    def __init__(self, engine: Engine, streams: Streams, allowance: Allowance) -> None:
-        self._engine: Engine = weakref.proxy(engine)  # which has this one: in a cycle pinned memory would live on
+    def __init__(self, engine: FlowEngine, streams: Streams, allowance: Allowance, extents: Extents) -> None:
+        self._engine: FlowEngine = weakref.proxy(engine)  # which has this one: in a cycle pinned memory would live on
         self._streams = streams
         self._allowance = allowance
+        self._extents = extents
         self._usual: int | None = None
         """Backwards before the last step(); None: there was none."""
         self._passes = 0
@@ -83,34 +77,43 @@ class Prefetch:
         self._missing: dict[int, int] = {}
         """Those that were not there yet when they were last looked for."""
 
-    def backward(self, ended: bool = False) -> None:
-        """A module's backward is about to begin, or all of it has `ended`: move in what there is room for. Everything
-        that the previous step writes back must be queued."""
-        if self.is_due and (waiting := self._candidates[len(self._held) :]):
+    def backward(self) -> None:
+        """A module's backward is about to begin: move in what there is room for. Everything that the previous step
+        writes back must be queued."""
+        if self.is_due and (waiting := self._waiting()):
             room = self._allowance.ahead_of_step()
             if room >= waiting[0].nbytes:  # else gradients need not be looked at
-                room -= 0 if ended else self._coming()
-            self._fill(room, is_lent=True)
-            if ended:
-                self._fill(self._allowance.arena_bytes, is_lent=False)
-            self._engine.staging_peak = max(self._engine.staging_peak, self._allowance.staged_bytes)
-        if ended:
-            self._passes += 1
+                self._borrow(room - self._coming())
+
+    def backward_ends(self) -> None:
+        """All of it is over, and all gradients are there. The previous step must be finished if this is the last."""
+        if self.is_due:
+            self._borrow(self._allowance.ahead_of_step())
+            self._fill_arena()
+        self._passes += 1
 
     @property
     def is_due(self) -> bool:
         """Whether the present backward is taken to be the last one before step()."""
         return self._passes + 1 == self._usual
 
-    def take(self, moving: Sequence[Chunk]) -> list[Ahead]:
-        """step() is about to move these chunks: those of them whose state is here already; the rest is dropped."""
+    def keep(self, moving: Sequence[Chunk]) -> None:
+        """step() is about to move these chunks: copies of others are dropped."""
         wanted = {chunk.index for chunk in moving}
-        taken = [one for one in self._held if one.chunk.index in wanted]
         for one in self._held:
             if one.chunk.index not in wanted:
                 self._drop(one)
+        self._held = [one for one in self._held if one.chunk.index in wanted]
+
+    def take(self) -> dict[int, tuple[Place, Event]]:
+        """By chunk, where the state is that is here before its step(), all of it among the extents now, and the event
+        behind it. What was lent is closed: it goes back as soon as the state is updated and written back."""
+        taken = {}
+        for one in self._held:
+            place = one.where if isinstance(one.where, Place) else self._taken_over(one.where)
+            taken[one.chunk.index] = (place, one.loaded)
         self._held = []
-        self._allowance.ahead_bytes = self._allowance.early_bytes = 0
+        self._allowance.ahead_bytes = 0
         return taken
 
     def stepped(self, moving: Sequence[Chunk], updated: Sequence[Chunk]) -> None:
@@ -124,11 +127,13 @@ class Prefetch:
         """Drop copies, the last first, while a pass that was not expected needs their memory."""
         while self._held and self._passes >= (self._usual or 0) and self._allowance.is_crowded(spare=0):
             self._drop(self._held.pop())
+            self._engine.give_back_idle()
 
     def drop_all(self) -> None:
         """Host state may change: forget all copies, and return when none is under way."""
-        held = list(self._held)
-        self.take(())
+        held = self._held
+        self.keep(())
+        self._engine.give_back_idle()
         for one in held:
             one.loaded.synchronize()
 
@@ -145,35 +150,55 @@ class Prefetch:
         self._missing = {chunk: nbytes for chunk, nbytes in self._missing.items() if not there(chunk)}
         return sum(self._missing.values())
 
-    def _fill(self, room: int, is_lent: bool) -> None:
-        for chunk in self._candidates[len(self._held) :]:
-            if chunk.nbytes > room or not self._begin(chunk, is_lent):
-                return
+    def _waiting(self) -> list[Chunk]:
+        return self._candidates[len(self._held) :]
+
+    def _borrow(self, room: int) -> None:
+        """Move in what fits into so many bytes that activations have left."""
+        for chunk in self._waiting():
+            if chunk.nbytes > room:
+                break
             room -= chunk.nbytes
+            try:
+                memory = self._streams.allocate(chunk.nbytes)
+            except torch.OutOfMemoryError:
+                self._refused, self._candidates = True, []
+                break
+            lent = Lent(memory, self._streams.compute().record(), Staged.whole(memory))
+            self._held.append(Ahead(chunk, lent, self._engine.move_in_early(chunk, lent.state, lent.begin)))
+            self._allowance.ahead_bytes += chunk.nbytes
+        self._note()
 
-    def _begin(self, chunk: Chunk, is_lent: bool) -> bool:
+    def _fill_arena(self) -> None:
+        """Take the arena that step() would take, in pieces as large, and move in what finds a place."""
+        if not self._waiting():
+            return
         try:
-            memory = self._streams.allocate(chunk.nbytes)
-        except torch.OutOfMemoryError:
-            self._refused, self._candidates = True, []
-            return False
-        begin = self._streams.compute().record()
-        state = Staged.whole(memory)
-        loaded = self._engine.move_in_early(chunk, state, begin, is_finished=not is_lent)
-        self._held.append(Ahead(chunk, memory, begin, loaded, state, is_lent))
-        self._account(self._held[-1], chunk.nbytes)
-        return True
+            for nbytes in self._allowance.arena(there=0, lent=self._allowance.ahead_bytes):
+                self._engine.add_extent(nbytes)
+        except torch.OutOfMemoryError:  # step() will ask for the rest
+            self._refused = True
+        for chunk in self._waiting():
+            if (staged := self._engine.stage(chunk)) is None:
+                break
+            self._held.append(Ahead(chunk, *staged))
+        self._note()
 
-    def _account(self, one: Ahead, nbytes: int) -> None:
-        if one.is_lent:
-            self._allowance.ahead_bytes += nbytes
-        else:
-            self._allowance.early_bytes += nbytes
+    def _note(self) -> None:
+        self._engine.staging_peak = max(self._engine.staging_peak, self._allowance.staged_bytes)
+
+    def _taken_over(self, lent: Lent) -> Place:
+        return Place([self._extents.lend(lent.memory, Why.ARENA_READY, lent.begin)], lent.state)
 
     def _drop(self, one: Ahead) -> None:
+        self._engine.ledger.dropped(one.chunk.nbytes, one.loaded)
         compute = self._streams.compute()
         compute.wait(one.loaded, Why.WRITTEN_BACK)
-        self._engine.ledger.dropped(one.chunk.nbytes, one.loaded)
-        self._engine.ledger.held(one.chunk.nbytes, one.begin, compute.record())
-        self._streams.release([one.memory], used_by=())
-        self._account(one, -one.chunk.nbytes)
+        ended = compute.record()
+        if isinstance(one.where, Place):
+            for range_ in one.where.ranges:
+                self._extents.give(range_, Why.ARENA_READY, ended)
+        else:
+            self._engine.ledger.held(one.chunk.nbytes, one.where.begin, ended)
+            self._streams.release([one.where.memory], used_by=())
+            self._allowance.ahead_bytes -= one.chunk.nbytes

@@ -47,7 +47,8 @@ class Schedule:
     """backward: updated state stays on the device until the last chunk has moved in, unless memory runs out. Staging
     then grows into the memory of gradients whose updates have run, and `slots` means nothing."""
     staging_bytes: int | None = None
-    """write_back backward: staging memory taken by step(), at least any two neighbours; None: as little as that."""
+    """write_back backward: staging memory taken when the last backward before step() ends, or by step() itself, at
+    least any two neighbours; None: as little as that."""
     loss_bytes: int | None = None
     """write_back backward: most staging memory, gradients' included, held when the forward ends; None: as much as
     raises no peak, by what every forward and backward so far took, or all where memory is not counted."""

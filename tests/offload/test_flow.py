@@ -21,6 +21,7 @@ from offbench.offload.copies import Copier
 from offbench.offload.engine import Work
 from offbench.offload.extents import Extents, Range, joined, later
 from offbench.offload.flow import FlowEngine
+from offbench.offload.flow_step import Place
 from offbench.offload.headroom import arena_replaced, arena_retires
 from offbench.offload.hoststore import HostStore
 from offbench.offload.schedule import Schedule
@@ -259,7 +260,8 @@ class Counted(DeviceStreams):
 
         def spy_step(works) -> None:
             self.ahead.append(engine._allowance.ahead_bytes)
-            self.early.append(engine._allowance.early_bytes)
+            held = engine.prefetch._held
+            self.early.append(sum(one.chunk.nbytes for one in held if isinstance(one.where, Place)))
             self.arenas.append([])
             step(works)
             self.limits.append(engine._allowance.at_loss)
@@ -475,14 +477,14 @@ def test_a_chunk_that_fits_into_no_gradient_finds_room_once_the_arena_is_gone(
     made = []
 
     def watch(engine) -> None:
-        add = engine._add_extent
+        add = engine.add_extent
 
         def spy(nbytes):
             if engine._step is not None and engine._step.retired:
                 made.append(nbytes)
             return add(nbytes)
 
-        engine._add_extent = spy
+        engine.add_extent = spy
         engine._allowance.least_bytes, engine._allowance.arena_bytes = 0, 1024  # so small that it goes
 
     streams = AdversarialStreams({"in": "lazy", "update": "lazy", "out": "lazy", "compute": "lazy"})
@@ -551,6 +553,7 @@ def held_where_nothing_is_resharded(rank: int) -> int:
     net = Ungathered()
     schedule = dataclasses.replace(stream(), chunk_bytes=1 << 14)
     optimizer = OffloadedAdamW(net.parameters(), schedule=schedule, model=net, streams=DeviceStreams(CPU))
+    optimizer._engine.prefetch.backward_ends = lambda: None  # which takes the next arena
     for _ in range(2):
         net(torch.ones(2, 64)).square().mean().backward()
         left = optimizer._engine._extents.nbytes
@@ -636,12 +639,13 @@ def test_pieces_cut_chunks_and_keep_the_windows() -> None:
     assert dataclasses.replace(whole, slots=None, copy_streams=False, deferred=False).in_pieces(4).slots is None
 
 
-UNEVEN = (1024, 64, 1024, 512, 64)
-"""Elements: chunks of one parameter each, the large ones never neighbours."""
+UNEVEN = (64, 64, 1024, 64, 1024, 512, 64)
+"""Elements: chunks of one parameter each, the large ones never neighbours, and small ones first."""
 
 
 def updates_in(chunks: tuple[Chunk, ...], left_out: set[int]) -> tuple[int, int, list[int]]:
-    """Arena, largest staging and updated chunks of two steps over those chunks, without some in each."""
+    """Arena, largest staging and updated chunks of two steps over those chunks, without some in each. The second one's
+    arena fills before it."""
     store, streams, done = HostStore([chunk.nbytes for chunk in chunks]), AdversarialStreams(), []
     schedule = dataclasses.replace(stream(loss_bytes=0), lead=1)
     engine = FlowEngine(chunks, store, schedule, streams, Copier())
@@ -651,9 +655,50 @@ def updates_in(chunks: tuple[Chunk, ...], left_out: set[int]) -> tuple[int, int,
             for c in chunks
             if c.index not in left_out
         ]
+        engine.before_backward([])
+        engine.after_backward()
         engine.step(works)
     engine.drain()
+    assert engine._extents.all == []
     return engine._allowance.arena_bytes, engine.staging_peak, done
+
+
+def test_a_step_that_finds_no_memory_is_left_out_and_the_next_one_is_whole() -> None:
+    """With one of its chunks there already, in lent memory, and one of two pieces of its arena."""
+    chunks = plan_chunks([4 * 1024] * 6, 1)
+    store, streams, done = HostStore([chunk.nbytes for chunk in chunks]), AdversarialStreams(), []
+    schedule = dataclasses.replace(stream(loss_bytes=0), lead=1)
+    engine = FlowEngine(chunks, store, schedule, streams, Copier())
+    engine._allowance._piece_bytes = chunks[0].nbytes
+    engine._allowance.ahead_of_step = lambda: chunks[0].nbytes
+    engine.prefetch._fill_arena = lambda: None
+    allocate = streams.allocate
+
+    def step(step: int) -> None:
+        engine.before_backward([])
+        engine.after_backward()
+        engine.step([Work(c, lambda state, c=c: done.append((step, c.index)), [torch.zeros(8)], []) for c in chunks])
+
+    left = [chunks[0], chunks[1]]
+
+    def run_out(nbytes: int) -> torch.Tensor:
+        if not left:
+            raise torch.OutOfMemoryError("none left")
+        left.pop()
+        return allocate(nbytes)
+
+    step(0)
+    streams.allocate = run_out
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        step(1)
+    assert engine._allowance.staged_bytes == chunks[0].nbytes, "the piece that it got went back"
+    streams.allocate = allocate
+    step(2)
+    engine.drain()
+    assert done == [(step, chunk.index) for step in (0, 2) for chunk in chunks]
+    assert engine._extents.all == []
+    assert streams.order.violations == []
+    assert engine.ledger.in_bytes == engine.ledger.out_bytes == 2 * 6 * 8 * 1024
 
 
 @given(left_out=st.sets(st.integers(0, len(UNEVEN) - 1)))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from offbench.arms import find
 from offbench.errors import OffbenchError
@@ -311,7 +312,15 @@ def kept_gradients(rank: int, arm: str) -> bool:
     optimizer.step()
     net(torch.ones(4, sharded.WIDTH)).backward()
     optimizer.drain()
-    return all(torch.equal(a.to_local(), b) for a, b in zip(kept, before, strict=True))
+    found = [torch.equal(a.to_local(), b) for a, b in zip(kept, before, strict=True)]
+    buffers = []
+    for p in net.parameters():  # of which `p.grad` is a view
+        buffers.append(p.grad.to_local().flatten().clone())
+        p.grad = DTensor.from_local(buffers[-1].view(p.to_local().shape), p.device_mesh, p.placements)
+    before = [buffer.clone() for buffer in buffers]
+    optimizer.step()
+    optimizer.drain()
+    return all(found) and all(torch.equal(a, b) for a, b in zip(buffers, before, strict=True))
 
 
 @pytest.mark.parametrize("arm", ["overlap", "stream"])
@@ -330,6 +339,29 @@ def test_the_default_device_is_not_where_counters_are(schedule: Schedule) -> Non
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
     assert {(state["step"].device.type, float(state["step"])) for state in optimizer.state.values()} == {("cpu", 1.0)}
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_counters_count_beyond_what_the_default_dtype_can(implementation: str) -> None:
+    """bfloat16 knows no 257."""
+    counted, nets = [], []
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for offloaded in (False, True):
+            nets.append(nn.Parameter(torch.ones(8, dtype=torch.float32)))
+            optimizer: Any = torch.optim.AdamW(nets[-1:], **{implementation: True})
+            if offloaded:
+                optimizer = OffloadedAdamW(nets[-1:], schedule=CHUNKED, implementation=implementation)
+            for step in range(260):
+                nets[-1].grad = torch.full_like(nets[-1], step % 7 - 3)
+                optimizer.step()
+            counted.append(optimizer.state[nets[-1]]["step"])
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(*nets)
+    assert counted[0].dtype == counted[1].dtype == torch.float32
+    assert float(counted[0]) == float(counted[1]) == 260
 
 
 def half_reached(rank: int, arm: str) -> list[str]:
@@ -356,6 +388,39 @@ def half_reached(rank: int, arm: str) -> list[str]:
 @pytest.mark.parametrize("arm", ["overlap", "stream"])
 def test_gradients_that_are_zeroed_decay_what_the_next_backward_does_not_reach(arm: str) -> None:
     assert on_ranks(1, half_reached, arm) == [[]]
+
+
+def out_of_memory(rank: int, arm: str) -> list[str]:
+    """The second of four steps finds no memory; plain AdamW does not take it."""
+    snapshots = []
+    for offloaded in (False, True):
+        net, streams = sharded.build(CPU), AdversarialStreams({})
+        optimizer: Any = torch.optim.AdamW(net.parameters(), **sharded.OPTIONS, fused=True)
+        if offloaded:
+            optimizer = sharded.optimizer_of(arm, net, streams)
+        for step in range(4):
+            loss = net(torch.ones(4, sharded.WIDTH) * (step + 1)).square().mean()
+            with pytest.MonkeyPatch.context() as patch:
+                if step == 1:
+                    patch.setattr(streams, "allocate", refuse_device_memory)
+                loss.backward()
+                if step != 1:
+                    optimizer.step()
+                elif offloaded:
+                    with pytest.raises(torch.OutOfMemoryError):
+                        optimizer.step()
+            optimizer.zero_grad()
+        snapshots.append(sharded.snapshot(net, optimizer))
+    return sharded.differences(*snapshots)
+
+
+def refuse_device_memory(nbytes: int) -> torch.Tensor:
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("arm", ["overlap", "stream"])
+def test_a_step_that_finds_no_memory_is_left_out(arm: str) -> None:
+    assert on_ranks(1, out_of_memory, arm) == [[]]
 
 
 def after_detach(rank: int) -> str:
@@ -481,17 +546,18 @@ def test_sparse_gradients_and_groups_without_an_order_are_refused() -> None:
         optimizer.add_param_group({"params": {nn.Parameter(torch.ones(2))}})
 
 
+def refuse_memory(self: HostStore, sizes: object) -> None:
+    raise OffbenchError("none left")
+
+
 def test_a_group_that_is_refused_or_finds_no_memory_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = OffloadedAdamW(model().parameters(), schedule=CHUNKED)
     with pytest.raises(OffbenchError, match="meta"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, device="meta"))]})
 
-    def refused(self: HostStore, sizes: object) -> None:
-        raise OffbenchError("none left")
-
     late = nn.Parameter(torch.ones(2))
     with monkeypatch.context() as patch:
-        patch.setattr(HostStore, "extend", refused)
+        patch.setattr(HostStore, "extend", refuse_memory)
         with pytest.raises(OffbenchError, match="none left"):
             optimizer.add_param_group({"params": [late]})
     assert len(optimizer.param_groups) == 1
@@ -630,6 +696,28 @@ def late_and_unmanaged(rank: int, arm: str) -> tuple[list[str], list[str]]:
         texts += [str(warning.message) for warning in caught]
         snapshots.append(sharded.snapshot(net, optimizer) | {"extra": extra.detach().clone()})
     return texts, sharded.differences(*snapshots)
+
+
+def refused_and_unmanaged(rank: int) -> tuple[bool, list[str]]:
+    """The same group where memory for it is refused: whether updates are deferred as before, and what differs."""
+    snapshots = []
+    for offloaded in (False, True):
+        net = sharded.build(CPU)
+        optimizer: Any = torch.optim.AdamW(net.parameters(), **sharded.OPTIONS, fused=True)
+        if offloaded:
+            optimizer = sharded.optimizer_of("stream", net, AdversarialStreams({}))
+            with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+                patch.setattr(HostStore, "extend", refuse_memory)
+                warnings.filterwarnings("ignore", message=".*updates run synchronously")
+                with pytest.raises(OffbenchError, match="none left"):
+                    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(8))]})
+        sharded.train(net, optimizer, rank, CPU, steps=range(2))
+        snapshots.append(sharded.snapshot(net, optimizer))
+    return optimizer.schedule.deferred, sharded.differences(*snapshots)
+
+
+def test_a_late_group_that_finds_no_memory_leaves_updates_deferred() -> None:
+    assert on_ranks(1, refused_and_unmanaged) == [(True, [])]
 
 
 @pytest.mark.parametrize("arm", ["overlap", "stream"])

@@ -133,15 +133,16 @@ def test_each_wait_of_a_copy_made_early_is_needed(kind: type[AdversarialStreams]
         def watch(engine: Any, streams: AdversarialStreams = streams) -> None:
             if isinstance(streams, Falling):
                 streams.watch(engine)
-            begin = engine.prefetch._begin
+            ahead = engine.prefetch
+            for name in ("_borrow", "_fill_arena"):
+                fill = getattr(ahead, name)
 
-            def spy(*args: Any) -> bool:
-                streams.drop = why
-                found = begin(*args)
-                streams.drop = None
-                return found
+                def spy(*args: Any, fill: Callable[..., None] = fill) -> None:
+                    streams.drop = why
+                    fill(*args)
+                    streams.drop = None
 
-            engine.prefetch._begin = spy
+                setattr(ahead, name, spy)
 
         results.append(trainer.run(SMALL, streams, watch).equals(trainer.plain()))
         assert streams.order.violations
@@ -352,19 +353,18 @@ def test_where_the_allocator_has_no_memory_in_one_piece_it_is_not_asked_again() 
 
     def watch(engine: Any) -> None:
         streams.watch(engine)
-        begin, allocate = engine.prefetch._begin, streams.allocate
+        borrow, allocate = engine.prefetch._borrow, streams.allocate
 
         def refuse(nbytes: int) -> torch.Tensor:
             asked.append(nbytes)
             raise torch.OutOfMemoryError
 
-        def spy(*args: Any) -> bool:
+        def spy(room: int) -> None:
             streams.allocate = refuse  # type: ignore[method-assign]
-            found = begin(*args)
+            borrow(room)
             streams.allocate = allocate  # type: ignore[method-assign]
-            return found
 
-        engine.prefetch._begin = spy
+        engine.prefetch._borrow = spy
 
     assert trainer.run(SMALL, streams, watch).equals(trainer.plain())
     assert len(asked) == 1

@@ -79,16 +79,16 @@ def differs(device: torch.device) -> str | None:
 
     sizes = (3 * BLOCK + 5, 77)
     generator = torch.Generator().manual_seed(1)
-    torchs = [[torch.randn(n, generator=generator, device="cpu").to(device) for n in sizes]]
+    torchs = [[torch.randn(n, generator=generator, dtype=torch.float32, device="cpu").to(device) for n in sizes]]
     ours = [[parameter.clone() for parameter in torchs[0]]]
-    torchs += [[torch.zeros(n, device=device) for n in sizes] for _ in range(2)]
+    torchs += [[torch.zeros(n, dtype=torch.float32, device=device) for n in sizes] for _ in range(2)]
     store = HostStore([-(-4 * n // ALIGNMENT) * ALIGNMENT for n in 2 * sizes], pin_for=device)
     places = ((0, 1), (2, 3))
     ours += [[store.visible(i).view(torch.float32)[:n] for i, n in zip(p, sizes, strict=True)] for p in places]
-    steps = [[torch.zeros((), device=device) for _ in sizes] for _ in range(2)]
+    steps = [[torch.zeros((), dtype=torch.float32, device=device) for _ in sizes] for _ in range(2)]
     for step, weight_decay in enumerate((0.1, 0.0, 0.1)):
-        scales = 10.0 ** -torch.arange(max(sizes), device="cpu").remainder(26)
-        scaled = [torch.randn(n, generator=generator, device="cpu") * scales[:n] for n in sizes]
+        scales = 10.0 ** -torch.arange(max(sizes), dtype=torch.float32, device="cpu").remainder(26)
+        scaled = [torch.randn(n, generator=generator, dtype=torch.float32, device="cpu") * scales[:n] for n in sizes]
         grads = [gradient.to(device) for gradient in scaled]
         hyper = _HYPER | {"lr": 1e-2 / (step + 1), "weight_decay": weight_decay}
         torch_adamw(torchs[0], grads, torchs[1], torchs[2], [], steps[0], **_FUSED, **hyper)
