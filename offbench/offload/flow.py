@@ -29,23 +29,17 @@ No wait is made on the host, and none depends on how far the device has come.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
 
-from offbench.offload.allowance import Allowance
-from offbench.offload.chunks import ALIGNMENT, Chunk
-from offbench.offload.copies import Copier
-from offbench.offload.engine import Engine, Work
-from offbench.offload.extents import Extent, Extents, joined
-from offbench.offload.flow_step import FlowStep, Place
-from offbench.offload.gradients import by_memory, sole_memory
-from offbench.offload.hoststore import HostStore
-from offbench.offload.prefetch import Prefetch
-from offbench.offload.schedule import Schedule
-from offbench.offload.staged import Staged, segments
-from offbench.offload.streams import Event, Streams, Why
+from offbench.offload.engine import Work
+from offbench.offload.flow_memory import FlowMemory
+from offbench.offload.flow_step import FlowStep
+from offbench.offload.gradients import by_memory
+from offbench.offload.staged import Staged
+from offbench.offload.streams import Event, Why
 
 BURST = 1
 """Chunks that one read queues beyond its own: the host has the forward's kernels to launch, and must not stop."""
@@ -57,38 +51,8 @@ BURST_AT_LEISURE = 3
 """Chunks queued where the device has work for a while and the host is about to wait for it."""
 
 
-class FlowEngine(Engine):
+class FlowEngine(FlowMemory):
     """One step can have work left, or memory to give back: the next step() first finishes it."""
-
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        store: HostStore,
-        schedule: Schedule,
-        streams: Streams,
-        copier: Copier,
-        resident: Mapping[int, torch.Tensor] | None = None,
-        debug: bool = False,
-    ) -> None:
-        self._extents = Extents()
-        self._allowance = Allowance(streams, self._extents)
-        self._step: FlowStep | None = None
-        self.prefetch = Prefetch(self, streams, self._allowance, self._extents)
-        super().__init__(chunks, store, schedule, streams, copier, resident, debug)
-
-    def _plan(self) -> None:
-        moving = [c for c in self.chunks if c.index not in self._resident and c.nbytes]
-        self._segments = {c.index: segments(c, max(1, self.schedule.chunk_bytes // 8)) for c in moving}
-        kept = sum(state.numel() for state in self._resident.values())
-        self._allowance.plan(self.schedule, [c.nbytes for c in moving], kept)
-        self.prefetch.forget()
-
-    @property
-    def staging_bytes(self) -> int:
-        """The arena and as much of the gradients' memory as may be taken over."""
-        arena, at_loss = self._allowance.arena_bytes, self._allowance.at_loss
-        grown = arena + sum(chunk.nbytes for chunk in self.chunks) // 2
-        return grown if at_loss is None else min(grown, max(arena, at_loss))
 
     def step(self, works: Sequence[Work]) -> None:
         """Queue one optimizer step: what fits into the arena starts to move in, the first `lead` chunks that move
@@ -169,38 +133,6 @@ class FlowEngine(Engine):
                 self._give_back(self._step.arrived.pop(0))
             self._step = None
 
-    def add_extent(self, nbytes: int) -> Extent:
-        """Take staging memory of that size from compute."""
-        memory = self._streams.allocate(nbytes)
-        return self._extents.add(memory, Why.ARENA_READY, self._streams.compute().record())
-
-    def _retire_arena(self, step: FlowStep) -> None:
-        """Take nothing more out of the arena, once gradients can replace it, and write back what is updated in it."""
-        if step.retired or not self._allowance.retires_now(step):
-            return
-        step.retired = True
-        for extent in step.arena:
-            self._extents.close(extent)
-        staged, step.staged = step.staged, deque()
-        for chunk, place in staged:
-            self._keep_staged(step, chunk, place)
-
-    def _return_arena(self) -> None:
-        """Give back what of a retired arena is written back by now."""
-        step = self._step
-        if step is None or step.arrived:
-            return
-        for extent in [one for one in step.arena if one.closed and one.idle and self._extents.passed(one)]:
-            self._give_back(extent)
-
-    def _return_lent(self, step: FlowStep) -> None:
-        """Give back what of the state that was here before step() is written back by now. Activations lent its memory:
-        a forward that needs it waits for it, and so does its last gather, for the loss must find none."""
-        is_last = self._furthest >= self.chunks[-1].index
-        for extent in [one for one in step.lent if one.idle]:
-            if is_last or self._extents.passed(extent) or self._allowance.loan_is_due(step):
-                self._give_back(extent)
-
     def _waiting(self) -> Sequence[Work]:
         return self._step.waiting if self._step is not None else ()
 
@@ -274,89 +206,7 @@ class FlowEngine(Engine):
         self._move_ahead(step)
         self.staging_peak = max(self.staging_peak, self._extents.nbytes)
 
-    def _make_place(self, step: FlowStep, chunk: Chunk) -> None:
-        """There is no room for a chunk: write back the oldest updated one, or else take memory anew."""
-        if step.staged:
-            self._write_back(*step.staged.popleft())
-        else:
-            sizes = [nbytes for _, nbytes in self._segments[chunk.index]]
-            step.arena.append(self.add_extent(sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes)))
-
-    def _keep_staged(self, step: FlowStep, chunk: Chunk, place: Place) -> None:
-        """An updated chunk stays until memory asks for it, unless its own memory is to go back."""
-        if place.closed:
-            self._write_back(chunk, place)
-        else:
-            step.staged.append((chunk, place))
-
-    def _move_ahead(self, step: FlowStep) -> None:
-        """Chunks move in, in order, as far as there is room."""
-        while step.to_move and (moved := self.stage(step.to_move[0])) is not None:
-            step.moved[step.to_move.popleft().index] = moved
-            step.last_in = moved[1]
-
-    def stage(self, chunk: Chunk) -> tuple[Place, Event] | None:
-        """Queue the copies of a chunk into staging memory that is there: where, and the event behind them; None, and
-        nothing queued, where it finds no room. The previous step must be finished."""
-        ranges = self._extents.take(nbytes for _, nbytes in self._segments[chunk.index])
-        if ranges is None:
-            return None
-        moves_in = self._streams.side("in")
-        for why, event in self._extents.guards(ranges):
-            moves_in.wait(event, why)
-        place = Place(ranges, Staged(joined(self._segments[chunk.index], ranges)))
-        return place, self._move_in(moves_in, chunk, place.state)
-
-    def _write_back(self, chunk: Chunk, place: Place) -> None:
-        moves_out = self._streams.side("out")
-        moves_out.wait(self._updated[chunk.index], Why.UPDATED)
-        event = self._move_out(moves_out, chunk, place.state)
-        self._written_back[chunk.index] = event
-        for range_ in place.ranges:
-            self._extents.give(range_, Why.SLOT_FREE, event)
-
     def _finish_update(self, step: FlowStep, work: Work, staged: Staged) -> None:
         updated = self._update(self._streams.side("update"), work, staged)
         self._updated[work.chunk.index] = updated
         self._recycle(step, work, updated)
-
-    def _recycle(self, step: FlowStep, work: Work, updated: Event) -> None:
-        """Gradient memory that nobody reads any more becomes staging memory, or returns to the allocator."""
-        work.gradients = []
-        for shared in step.gradients.pop(work.chunk.index):
-            shared.pending.discard(work.chunk.index)
-            if shared.pending:
-                continue
-            nbytes = shared.nbytes
-            step.freed_bytes += nbytes
-            memory = sole_memory(shared.tensors) if self._wanted(step, nbytes) else None
-            if memory is None:
-                self._streams.release(shared.tensors[:1], used_by=[self._streams.side("update")])
-                continue
-            step.grown_bytes += memory.numel()
-            self._extents.add(memory, Why.GRADIENT_FREE, updated)
-
-    def _wanted(self, step: FlowStep, nbytes: int) -> bool:
-        """Whether gradient memory of that size is to hold state, which some chunk must still need."""
-        return bool(step.to_move) and nbytes >= self.schedule.chunk_bytes // 8 and self._allowance.grows(step, nbytes)
-
-    def _make_room(self, step: FlowStep) -> None:
-        """Give back as much memory as the gradients that come next need, and whatever is written back already."""
-        while step.arrived and (self._extents.nbytes > step.most_bytes or self._extents.passed(step.arrived[0])):
-            self._give_back(step.arrived.pop(0))
-
-    def give_back_idle(self) -> None:
-        """Let compute have all staging memory that holds nothing."""
-        for extent in [one for one in self._extents.all if one.idle]:
-            self._give_back(extent)
-
-    def _give_back(self, extent: Extent) -> None:
-        compute = self._streams.compute()
-        for _, event in self._extents.remove(extent):
-            compute.wait(event, Why.WRITTEN_BACK)
-        self.ledger.held(extent.nbytes, extent.begin, compute.record())
-        self._streams.release([extent.memory], used_by=())
-        step = self._step
-        for held in (step.arena, step.lent, step.arrived) if step is not None else ():
-            if extent in held:
-                held.remove(extent)

@@ -32,7 +32,7 @@ from offbench.offload.staged import Staged
 from offbench.offload.streams import Event, Streams, Why
 
 if TYPE_CHECKING:
-    from offbench.offload.flow import FlowEngine
+    from offbench.offload.flow_memory import FlowMemory
 
 
 class Lent(NamedTuple):
@@ -57,8 +57,8 @@ class Ahead(NamedTuple):
 class Prefetch:
     """Moves state in before step() asks for it, as far as no peak of the workload is raised."""
 
-    def __init__(self, engine: FlowEngine, streams: Streams, allowance: Allowance, extents: Extents) -> None:
-        self._engine: FlowEngine = weakref.proxy(engine)  # which has this one: in a cycle pinned memory would live on
+    def __init__(self, engine: FlowMemory, streams: Streams, allowance: Allowance, extents: Extents) -> None:
+        self._engine: FlowMemory = weakref.proxy(engine)  # which has this one: in a cycle pinned memory would live on
         self._streams = streams
         self._allowance = allowance
         self._extents = extents

@@ -106,8 +106,8 @@ class Ring:
 class Arena:
     """Staging by bytes: a chunk's memory is taken as it begins to move in and free when it is written back.
 
-    Without prefetch these are the rules of `offload.flow`: staging grows into gradients, at the pace that takes it to
-    `loss_bytes`, and what no memory waits for is written back after the last move-in.
+    Without prefetch these are the rules of `offload.flow_memory`: staging grows into gradients, at the pace that takes
+    it to `loss_bytes`, and what no memory waits for is written back after the last move-in.
     """
 
     nbytes: int | None = None
