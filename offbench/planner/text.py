@@ -266,12 +266,12 @@ def rate(tokens_s: float) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str] = ()) -> Iterator[str]:
     """Columns as wide as they need, the first one to the left, the others to the right. Those of `spare` are
     left out, in turn, where a terminal is too narrow, and named; then the first column is folded."""
-    every = {name: max(len(line[i]) for line in (header, *rows)) for i, name in enumerate(header)}
-    gone: list[str] = []
-    while (most := terminal()) and sum(every.values()) + 2 * (len(every) - 1) > most and len(gone) < len(spare):
+    every = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+    kept, gone = list(range(len(header))), list[str]()  # by place: two columns may have one name
+    while (most := terminal()) and sum(every[i] + 2 for i in kept) - 2 > most and len(gone) < len(spare):
         gone.append(spare[len(gone)])
-        del every[gone[-1]]
-    kept, (widest, *widths) = [header.index(name) for name in every], every.values()
+        kept.remove(header.index(gone[-1]))
+    widest, *widths = (every[i] for i in kept)
     if most := terminal():
         widest = min(widest, max(FOLDED, most - sum(widths) - 2 * len(widths)))
     for line in (header, *rows):
