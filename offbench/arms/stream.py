@@ -13,7 +13,7 @@ STAGING_CHUNKS = 2
 """Default arena, in chunks: at step() activations are gone; of the 4 GiB that Qwen3-30B-A3B with full checkpointing
 takes beyond parameters and gradients (one H200, rehearsal of 8) the first layer needs about two for itself."""
 LEAD = 12
-"""Default of what step() queues, in chunks, besides those that stay: 16 layers of Qwen3-30B-A3B. What the first
+"""Default of what step() queues, in chunks, besides those that stay: 23 layers of Qwen3-30B-A3B. What the first
 updates free decides how fast state can arrive, and in one go they cost the host half of what they cost between a
 forward's kernels: a step took 1.973 and 1.980 s with 12, 2.019 and 2.021 s with 6, 2.013 s with 24
 (docs/hiding-copies.md)."""
