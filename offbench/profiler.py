@@ -61,7 +61,7 @@ def profile(step: Callable[[int], None], first: int, path: Path | None, device: 
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     step(first)
-    with torch.profiler.profile(activities=kinds) as profiler:
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:  # 2.11 warns without it
         for number in range(first + 1, first + 1 + STEPS):
             with torch.profiler.record_function(f"ProfilerStep#{number}"):
                 step(number)
