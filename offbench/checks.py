@@ -124,11 +124,12 @@ def _activations(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
 def _window(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
     """All copies of the window's steps completed inside it, in both directions, within one chunk: a whole one, not one
     of its pieces, for by the host's own time a step's end comes earlier or later than its copies. An arena that fills
-    before step() may be as full, or as empty, when a step ends."""
+    before step() may be as full, or as empty, when a step ends: by no more than a step moves."""
     arena = arms.find(spec.arm.name)[0].schedule(spec.arm).staging_bytes or 0
     for report in reports:
         whole = min(report.largest_chunk * (spec.arm.pieces or 1), spec.arm.chunk_bytes or 0)
-        chunk = max(report.largest_chunk, whole, arena)
+        planned = max((way.planned_per_step for way in report.traffic), default=0)
+        chunk = max(report.largest_chunk, whole, min(arena, planned))
         found = window_valid(report.traffic, spec.window.steps, chunk, in_flight_slack=chunk)
         if found:
             return f"rank {report.rank}: {found}"

@@ -26,7 +26,7 @@ NAMES = [
 def spec(arm: str = "chunked", mode: str = "real", device: str = "cuda", **options: Any) -> RunSpec:
     """Two ranks of two layers, one step of warm-up and three measured."""
     ways = {key: options.pop(key) for key in ("fsdp_copies", "readbacks") if key in options}
-    knobs = {key: options.pop(key) for key in ("state_budget", "pieces") if key in options}
+    knobs = {key: options.pop(key) for key in ("state_budget", "pieces", "staging_bytes") if key in options}
     nproc = 1 if mode == "rehearsal" else 2
     return RunSpec(
         workload=Workload.model_validate({"model": "tiny", "layers": LAYERS, "seq_len": 32, "ep": 2, **options}),
@@ -189,6 +189,15 @@ def test_the_window_has_all_copies_of_its_steps() -> None:
         assert check_launch(job, [report(traffic=[way("in"), way("out", moved=less + 1)])])["window"] == "ok"
         line = f"rank 1: in: {whole + 1} bytes in flight at the end of the window, 0 at its start"
         assert bad(job, "window", traffic=[way("in", in_flight=whole + 1), way("out")]) == line
+
+
+def test_an_arena_that_fills_before_step_may_be_full_at_one_end_of_the_window_only() -> None:
+    """An arena of 5000 bytes; by default one of 2 GiB, but a step moves no more than 8000."""
+    for job, most in ((spec("stream", pieces=1, staging_bytes=5000), 5000), (spec("stream", pieces=1), STATE)):
+        for less in (most, most + 1):
+            way_in = way("in", moved=3 * STATE - less)
+            found = check_launch(job, [report(traffic=[way_in, way("out")])])["window"]
+            assert found == "ok" if less == most else found.endswith(f"off by more than a chunk of {most}")
 
 
 def test_losses_and_norms_are_finite() -> None:

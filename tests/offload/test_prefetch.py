@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialStreams
+from offbench.offload.allowance import Allowance
 from offbench.offload.copies import Copier
 from offbench.offload.engine import Engine
 from offbench.offload.extents import Extents
@@ -70,6 +71,15 @@ def test_the_loss_finds_no_state_that_was_there_before_step(
     assert not any(streams.lent)
     assert max(streams.held) <= PARAMETERS + max(many, activations) + engine._allowance.arena_bytes + many // 12
     assert books(engine) == (6 * 24 * 1024, 6 * 24 * 1024)
+
+
+def test_the_last_gather_returns_what_nothing_else_asked_for(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where backward's layers begin with more than the forward's: by the count no loan is due."""
+    monkeypatch.setattr(Extents, "passed", staticmethod(lambda extent: False))
+    monkeypatch.setattr(Allowance, "loan_is_due", lambda *_: False)
+    streams, _ = lengths([20000] * 6)
+    assert all(streams.ahead[1:])
+    assert not any(streams.lent)
 
 
 def test_after_a_long_batch_short_ones_leave_more_room(many: int) -> None:
