@@ -74,9 +74,10 @@ def test_the_loss_finds_no_state_that_was_there_before_step(
 
 
 def test_the_last_gather_returns_what_nothing_else_asked_for(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where backward's layers begin with more than the forward's: by the count no loan is due."""
+    """As where backward's layers begin with more than the forward's: by the count there is room."""
     monkeypatch.setattr(Extents, "passed", staticmethod(lambda extent: False))
     monkeypatch.setattr(Allowance, "loan_is_due", lambda *_: False)
+    monkeypatch.setattr(Allowance, "is_crowded", lambda *_, **__: False)
     streams, _ = lengths([20000] * 6)
     assert all(streams.ahead[1:])
     assert not any(streams.lent)
