@@ -13,11 +13,11 @@ from offbench.trace.events import STAMP
 from offbench.window import PhaseName, Scalars, WindowRecorder
 
 STEPS = 2
-"""Profiled steps: copies of one step run over into the next. Named as the profiler names its own."""
+"""Profiled steps that count: copies of one step run over into the next. Named as the profiler names its own."""
 
 
 class TracedRecorder(WindowRecorder):
-    """A recorder of one step to warm up and STEPS profiled ones, whose stamps a trace can show.
+    """A recorder of one step to warm up and STEPS that count, whose stamps a trace can show.
 
     A trace does not hold events. So each stamp also launches a kernel of one element, inside a mark that names it: it
     starts when the compute stream has come so far, waits for other streams included.
@@ -43,26 +43,31 @@ class TracedRecorder(WindowRecorder):
         return super().end()
 
     def _show(self, name: str) -> None:
+        if self.done < self.warmup:
+            return
         with torch.profiler.record_function(STAMP + name), torch.no_grad():
             self._element.add_(1)
 
 
 def profile(step: Callable[[int], None], first: int, path: Path | None, device: torch.device) -> str | None:
-    """Run one step to warm the profiler up and STEPS more under it; write a Chrome trace, gzipped, to `path`. None:
-    run the steps alone, as other ranks need them. Returns why there is no trace, if there should be one.
+    """Run one step to warm up and STEPS more, all under the profiler, and write a Chrome trace, gzipped, to `path`.
+    None: run the steps alone, as other ranks need them. Returns why there is no trace, if there should be one.
 
+    The device stands still while the profiler starts, so that all copies queued until then end unseen: only a step
+    after one that began under the profiler has all of its copies. The first is not marked as a step for that reason.
     step(i) runs the i-th training step, counted from `first`. The device is idle before the first and after the last.
     """
+    steps = range(first + 1, first + 1 + STEPS)
     if path is None:
-        for number in range(first, first + 1 + STEPS):
+        for number in (first, *steps):
             step(number)
         return None
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    step(first)
     with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:  # 2.11 warns without it
-        for number in range(first + 1, first + 1 + STEPS):
+        step(first)
+        for number in steps:
             with torch.profiler.record_function(f"ProfilerStep#{number}"):
                 step(number)
         torch.get_device_module(device).synchronize()

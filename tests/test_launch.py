@@ -144,6 +144,9 @@ def traced(folder: Path, record: Record) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
     steps = sorted(event["name"] for event in events if event["name"].startswith("ProfilerStep#"))
     assert steps == ["ProfilerStep#4", "ProfilerStep#5"], "after the window of steps 1 to 3 and one to warm up"
+    updates = sorted(event["ts"] for event in events if event["name"].startswith("Optimizer.step#"))
+    begun = min(event["ts"] for event in events if event["name"] == steps[0])
+    assert (len(updates), [at < begun for at in updates].count(True)) == (3, 1), "it, too, under the profiler"
     return events
 
 

@@ -120,6 +120,14 @@ KNOWN: dict[str, tuple[Trace, dict[str, float]]] = {
         gap().mark("FSDP::all_gather (blocks.1)", 5, 30).run(GATHER, 300, 390, 20).run(UPDATE, 50, 290),
         {"update": 200, "gather": 100},
     ),
+    "a wait takes a little to end": (
+        gap().run(MOVES_IN, 50, 240, copy=IN).run(UPDATE, 325, 395),
+        {"move_in": 225, "update": 75},
+    ),
+    "a wait does not take so long to end": (
+        gap().run(MOVES_IN, 50, 200, copy=IN).run(UPDATE, 325, 395),
+        {"unexplained": 225, "update": 75},
+    ),
     "an update held the multiprocessors": (gap().run(UPDATE, 90, 480), {"update": 300}),
     "a small copy was served after a bulk one": (
         gap(copy=IN, nbytes=8).run(MOVES_IN, 20, 396, copy=IN),

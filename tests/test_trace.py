@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbench.cli import main
-from offbench.trace import summarize
+from offbench.trace import TraceSummary, summarize
 from offbench.trace.events import WAITS
 from offbench.trace.spans import common, seconds, union, without
 
@@ -55,6 +56,29 @@ def test_streams_and_host_waits_of_a_known_trace() -> None:
     assert rows == [(7, 3, 4, 0, us(683)), (17, 0, 1, 0, us(1000)), (21, 0, 1, 0, us(1000)), (25, 1, 1, 1, us(110))]
     waits = [(kind.call, kind.count, kind.total_s, kind.longest_s) for kind in found.host_waits]
     assert waits == [("cudaEventSynchronize", 2, us(1029), us(1017)), ("cudaDeviceSynchronize", 1, us(50), us(50))]
+
+
+def test_what_was_launched_before_the_first_marked_step_is_left_out() -> None:
+    """A step that is not marked, of the same operations, all launched before the others; a write-back runs on."""
+    before = [
+        event | {"ts": event["ts"] - 2800, "args": moved(event["args"], 10_000)}
+        for event in EVENTS
+        if event["ph"] == "X" and not event["name"].startswith("ProfilerStep")
+    ]
+    assert rounded(summarize([*before, *EVENTS])) == rounded(summarize(EVENTS))
+    late = next(event for event in before if event["cat"] == "gpu_memcpy" and event["name"] == OUT)
+    late["dur"] += 2805  # it ends at 2505
+    found = summarize([*before, *EVENTS])
+    assert (found.bulk_out.count, found.small_out.behind_bulk_s) == (1, us(1005)), "it still holds others up"
+
+
+def rounded(found: TraceSummary) -> str:
+    """As JSON, to the nanosecond."""
+    return json.dumps(json.loads(json.dumps(asdict(found)), parse_float=lambda text: round(float(text), 9)))
+
+
+def moved(args: dict[str, Any], correlations: int) -> dict[str, Any]:
+    return args | {"correlation": args["correlation"] + correlations} if "correlation" in args else args
 
 
 def test_the_threshold_and_the_steps_can_be_given() -> None:

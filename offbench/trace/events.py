@@ -48,6 +48,11 @@ class Op(NamedTuple):
     """Which host thread made it."""
     name: str = ""
 
+    @property
+    def queued(self) -> float:
+        """When the host launched it; where the trace does not say, when it ran."""
+        return self.start if self.launch is None else self.launch
+
 
 class Wait(NamedTuple):
     """A call in which a host thread waited for the device."""
@@ -78,6 +83,11 @@ class Parsed(NamedTuple):
     """Of steps, stamps, optimizers and collectives."""
     overhead: list[tuple[float, float]]
     """When the profiler itself held a host thread up, as far as it says; sorted."""
+
+    @property
+    def since(self) -> float:
+        """When the first step that the profiler was told of began; it was told of none: the trace's beginning."""
+        return min((mark.start for mark in self.marks if STEP.fullmatch(mark.name)), default=float("-inf"))
 
 
 def parse(events: Sequence[Event]) -> Parsed:

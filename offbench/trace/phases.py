@@ -35,7 +35,7 @@ class Stretch(NamedTuple):
 
 def launched_order(ops: Sequence[Op]) -> list[Op]:
     """Ops of one stream in the order in which the host queued them; one without known launch where it started."""
-    return sorted(ops, key=_launch)
+    return sorted(ops, key=lambda op: op.queued)
 
 
 def stretches(ops: Sequence[Op], marks: Sequence[Mark]) -> list[Stretch]:
@@ -50,7 +50,7 @@ def stretches(ops: Sequence[Op], marks: Sequence[Mark]) -> list[Stretch]:
     if not steps:
         return []
     queued = launched_order(ops)
-    launches = [_launch(op) for op in queued]
+    launches = [op.queued for op in queued]
     ended = [0.0, *accumulate((op.end for op in queued), max)]
     stamps: list[tuple[float, Phase]] = []
     for number, step in enumerate(steps):
@@ -67,7 +67,7 @@ def stretches(ops: Sequence[Op], marks: Sequence[Mark]) -> list[Stretch]:
 def _stamped(ops: Sequence[Op], marks: Sequence[Mark]) -> Iterator[Stretch]:
     """Stretches between the stamps that the stream itself shows."""
     queued = launched_order(ops)
-    launches = [_launch(op) for op in queued]
+    launches = [op.queued for op in queued]
     before: float | None = None
     for mark in marks:
         if not mark.name.startswith(STAMP):
@@ -86,7 +86,7 @@ def _stamped(ops: Sequence[Op], marks: Sequence[Mark]) -> Iterator[Stretch]:
 def _turns(ops: Sequence[Op], step: Mark, optimizer: Mark | None) -> Iterator[tuple[float, Phase]]:
     """When the host turned to each phase of one step; under gradient accumulation forward and backward alternate."""
     yield step.start, "forward"
-    before = [op for op in ops if optimizer is None or _launch(op) < optimizer.start]
+    before = [op for op in ops if optimizer is None or op.queued < optimizer.start]
     backward = [op.thread is not None and op.thread != step.thread for op in before]
     last = max((i for i, is_backward in enumerate(backward) if is_backward), default=None)
     for i in range(1, len(before)):
@@ -95,7 +95,3 @@ def _turns(ops: Sequence[Op], step: Mark, optimizer: Mark | None) -> Iterator[tu
             yield before[i - 1].launched or before[i - 1].start, phase
     if optimizer is not None:
         yield optimizer.start, "step"
-
-
-def _launch(op: Op) -> float:
-    return op.start if op.launch is None else op.launch

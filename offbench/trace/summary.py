@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offbench.trace.events import Event, Op, Parsed, Wait, Way, parse
@@ -101,15 +101,20 @@ def summarize(
 ) -> TraceSummary:
     """Sum up the events of a Chrome trace (the list under `traceEvents`), or what `parse` made of them.
 
+    What was launched before the first step that the profiler was told of is left out.
     steps: how many training steps it holds; by default what the profiler was told (`prof.step()`), else unknown.
     Raises ValueError when it holds no device work, or an event lacks the fields of its category.
     """
-    ops, waits, told, *_ = events if isinstance(events, Parsed) else parse(events)
+    parsed = events if isinstance(events, Parsed) else parse(events)
+    since = parsed.since
+    ops = [op for op in parsed.ops if op.queued >= since]
+    waits = [wait for wait in parsed.waits if wait.start >= since]
     if not ops:
         raise ValueError("no kernel or copy of a GPU in it; profile with ProfilerActivity.CUDA")
-    count = steps or told
-    waited = {way: _waits(ops, way, small_bytes) for way in ("in", "out")}
-    small = {way: _small(ops, way, small_bytes, waited[way]) for way in ("in", "out")}
+    count = steps or parsed.steps
+    waited = {way: [w for w in _waits(parsed.ops, way, small_bytes) if w[0].queued >= since] for way in ("in", "out")}
+    bulk = {way: _by_device(_bulk_ops(parsed.ops, way, small_bytes)) for way in ("in", "out")}
+    small = {way: _small(ops, way, small_bytes, waited[way], bulk[way]) for way in ("in", "out")}
     longest = [part.longest_wait_s for part in small.values() if part.longest_wait_s is not None]
     return TraceSummary(
         span_s=max(op.end for op in ops) - ops[0].start,
@@ -118,7 +123,7 @@ def summarize(
         small_h2d=small["in"].count / count if count else None,
         small_d2h=small["out"].count / count if count else None,
         longest_small_wait_s=max(longest, default=None),
-        idle_while_small_waits_s=_idle(ops, [*waited["in"], *waited["out"]]) if longest else None,
+        idle_while_small_waits_s=_idle(parsed.ops, [*waited["in"], *waited["out"]]) if longest else None,
         bulk_in=_bulk(ops, "in", small_bytes),
         bulk_out=_bulk(ops, "out", small_bytes),
         small_in=small["in"],
@@ -140,10 +145,16 @@ def _waits(ops: Sequence[Op], way: Way, small_bytes: int) -> list[tuple[Op, Span
     return found
 
 
-def _small(ops: Sequence[Op], way: Way, small_bytes: int, waited: Sequence[tuple[Op, Span]]) -> Small:
+def _small(
+    ops: Sequence[Op],
+    way: Way,
+    small_bytes: int,
+    waited: Sequence[tuple[Op, Span]],
+    bulk: Mapping[int, list[Span]],
+) -> Small:
+    """bulk: when bulk copies of that way ran, by device."""
     copies = [op for op in ops if op.way == way and op.nbytes < small_bytes]
     waits = [end - start for _, (start, end) in waited]
-    bulk = _by_device(_bulk_ops(ops, way, small_bytes))
     behind = [seconds(common([span], bulk.get(op.device, []))) for op, span in waited]
     return Small(
         count=len(copies),
