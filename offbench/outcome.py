@@ -35,7 +35,7 @@ def classify(folder: Path, end: Exit, timeout_s: float) -> Outcome:
     where = last_progress(folder)
     phase, logs = where.phase if where else "start", str(folder)
     if end.interrupted:
-        return Outcome("interrupted", "interrupted by the user", phase)
+        return Outcome("interrupted", "ended by a signal before it was done", phase)
     if end.timed_out:
         at = f"{where.phase} step {where.step} of {where.of}" if where and where.of else phase
         reason = f"not done after {show_seconds(timeout_s)}, in {at}; stacks are in the record, logs in {folder.name}"

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from offbench import arms
 from offbench.estimate import saved_bytes
 from offbench.naming import arm_name
+from offbench.offload.schedule import Schedule
 from offbench.planner import sources
 from offbench.planner.ideal import traced_none
-from offbench.planner.inputs import Compute, Links, of_model
+from offbench.planner.inputs import Compute, Layout, Links, of_model
 from offbench.planner.simulate import simulate
 from offbench.planner.tasks import SmallCopies
 from offbench.record import RunRecord
@@ -35,6 +36,8 @@ UNKNOWN = "no reason known"
 UNSTEADY = "the machine was not steady: its steps took"
 LAUNCHES = "the host launched late: in traced steps compute had nothing queued for"
 SHARED = "its ranks probe the link at the same moment, and copies of its job met less: both ways they made"
+SLOWER = "its copies were slower than its launch probed: both ways they made"
+LARGE = "state of one parameter moves whole; that it takes staging in one piece is not simulated:"
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,14 @@ def against(records: Sequence[RunRecord]) -> tuple[list[Compared], list[str]]:
         reason = None
         if abs(step_s / actual_s - 1) > CLOSE:
             remote = simulate(schedule, layout, compute, links.scaled(REMOTE), small_copies_wait=waiting(record))
-            own = _met_less(record, records, links)
+            own = _own_rate(record, schedule, records, links)
             at_own_rate = simulate(schedule, layout, compute, own, small_copies_wait=waiting(record))
             reasons = (
                 _unbound(record, remote.step_s),
                 _launches(record, step_s, traced),
                 _unsteady(record, step_s),
                 _shared(record, links, own, at_own_rate.step_s),
+                _large(record, schedule, layout, step_s),
             )
             reason = next((one for one in reasons if one), UNKNOWN)
         found.append(Compared(name, step_s, free, actual_s, reason, simulated.waits.small, traced))
@@ -174,16 +178,26 @@ def _launches(record: RunRecord, simulated_s: float, traced: Traced | None) -> s
     )
 
 
-def _met_less(record: RunRecord, records: Iterable[RunRecord], links: Links) -> Links:
-    """The links of a row of several ranks, both ways as fast as copies of its job ran in that file, if that is faster
-    than its launch probed. A row that copies one way after the other says less of both ways than one that does not."""
+def _own_rate(record: RunRecord, schedule: Schedule, records: Iterable[RunRecord], links: Links) -> Links:
+    """The links of a row of several ranks, both ways as fast as copies ran while it trained, where its launch probed
+    something else: slower, if its own copies all ran both ways at once and say so, or else the fastest of its job in
+    that file, which met less. A row that copies one way after the other says less of both ways than one that does not.
+    """
     if record.spec.mode.nproc < 2 or record.source == "published":
         return links
-    alike = [r.moved for r in records if (r.spec.workload, r.spec.mode) == (record.spec.workload, record.spec.mode)]
-    rates = [
-        ((m.in_bytes_per_step or 0) + (m.out_bytes_per_step or 0)) / m.copy_busy_s for m in alike if m.copy_busy_s
-    ]
-    return Links.of(links.into, links.out, max([links.both, *rates]))
+    own = _both_ways(record)
+    at_once = schedule.copy_streams and not schedule.deferred
+    if own is not None and at_once and own < links.both:
+        return Links.of(links.into, links.out, own)
+    alike = [r for r in records if (r.spec.workload, r.spec.mode) == (record.spec.workload, record.spec.mode)]
+    return Links.of(links.into, links.out, max([links.both, *filter(None, map(_both_ways, alike))]))
+
+
+def _both_ways(record: RunRecord) -> float | None:
+    """Bytes of both ways in a second in which any copy ran."""
+    moved = record.moved
+    nbytes = (moved.in_bytes_per_step or 0) + (moved.out_bytes_per_step or 0)
+    return nbytes / moved.copy_busy_s if moved.copy_busy_s else None
 
 
 def _shared(record: RunRecord, links: Links, own: Links, own_s: float) -> str | None:
@@ -191,7 +205,16 @@ def _shared(record: RunRecord, links: Links, own: Links, own_s: float) -> str | 
     if own == links or record.step_s is None or abs(own_s / record.step_s - 1) > CLOSE:
         return None
     rates = f"{own.both / GIB:.1f} GiB/s of a GPU and not {links.both / GIB:.1f}"
-    return f"{SHARED} {rates}, at which it takes {own_s:.3f} s"
+    return f"{SHARED if own.both > links.both else SLOWER} {rates}, at which it takes {own_s:.3f} s"
+
+
+def _large(record: RunRecord, schedule: Schedule, layout: Layout, simulated_s: float) -> str | None:
+    """A parameter with more state than a chunk has before it is cut into pieces, where staging is of many extents."""
+    largest = max((chunk.nbytes for chunk in layout.chunks), default=0)
+    small = largest <= schedule.chunk_bytes * (record.spec.arm.pieces or 1)
+    if small or record.spec.arm.name != "stream" or record.step_s is None or simulated_s > record.step_s:
+        return None
+    return f"{LARGE} up to {largest / GIB:.1f} GiB"
 
 
 def _unsteady(record: RunRecord, simulated_s: float) -> str | None:

@@ -13,7 +13,18 @@ import pytest
 from offbench.arms import ARMS
 from offbench.planner.ideal import policy_ideal
 from offbench.planner.inputs import of_model
-from offbench.planner.reality import CLOSE, LAUNCHES, SHARED, UNKNOWN, UNSTEADY, Compared, against, waiting
+from offbench.planner.reality import (
+    CLOSE,
+    LARGE,
+    LAUNCHES,
+    SHARED,
+    SLOWER,
+    UNKNOWN,
+    UNSTEADY,
+    Compared,
+    against,
+    waiting,
+)
 from offbench.planner.result import Span
 from offbench.planner.simulate import simulate
 from offbench.planner.sources import baseline, compute_of_records, links_of_records, none_rows, schedule_of
@@ -159,6 +170,21 @@ def test_deferred_rows_are_met_only_if_state_is_there_a_loss_and_a_layer_before_
         assert links
         layout = of_model(presets.find("qwen3-30b-a3b"), 8, 8, 48, schedule.chunk_bytes)
         assert simulate(schedule, layout, compute, links).step_s < 0.96 * (row.step_s or 0)
+
+
+def test_real_rows_of_two_gpus_are_off_by_slower_copies_or_whole_parameters() -> None:
+    records = [r for r in read_records([RESULTS / "h200-x2-real.jsonl"]).records if r.spec.mode.kind == "real"]
+    rows, _ = against(records)
+    assert len(rows) == len(records) == 19
+    reasons = {(row.name.split(" ")[0], row.reason) for row in rows if row.reason}
+    rates = "57.0 GiB/s of a GPU and not 68.8, at which it takes 2.747 s"
+    assert reasons == {("stream", f"{LARGE} up to 1.5 GiB"), ("chunked", f"{SLOWER} {rates}")}
+    assert sum(row.reason is not None for row in rows) == 4
+    quick = [
+        r if r.spec.arm.name == "none" else r.model_copy(update={"step_s": 0.9 * (r.step_s or 0)}) for r in records
+    ]
+    too_fast = {row.reason for row in against(quick)[0] if row.name.startswith("stream")}
+    assert too_fast <= {None, UNKNOWN}
 
 
 def test_a_row_of_two_gpus_whose_copies_met_less_than_its_probes_says_so() -> None:

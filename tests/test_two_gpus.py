@@ -1,0 +1,73 @@
+"""The page on two GPUs says what its records and tables say."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from pathlib import Path
+
+from offbench.record import RunRecord
+from offbench.results_file import read_records
+from offbench.units import GIB
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "two-gpus.md").read_text()
+RECORDS = [r for r in read_records([ROOT / "results" / "h200-x2-real.jsonl"]).records if r.status == "ok"]
+
+
+def steps(arm: str, kind: str, numa: bool = False) -> list[float]:
+    chosen = [r for r in RECORDS if (r.spec.arm.name, r.spec.mode.kind, r.spec.arm.numa) == (arm, kind, numa)]
+    return sorted(r.step_s for r in chosen if r.step_s is not None)
+
+
+def test_real_and_rehearsed_steps_are_those_of_the_records() -> None:
+    none, rehearsed_none = statistics.median(steps("none", "real")), steps("none", "rehearsal")[0]
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \(([\d.]+)-([\d.]+)\) \| (.*) \|$", PAGE, re.MULTILINE)
+    assert [row[0] for row in rows] == ["none", "main", "chunked", "overlap", "stream"]
+    for arm, *real, rest in rows:
+        found = steps(arm, "real")
+        step_s = statistics.median(found)
+        assert len(found) == 3
+        assert real == [f"{value:.3f}" for value in (step_s, found[0], found[-1])]
+        cells = [f"{step_s / none:.2f}"]
+        if rehearsed := steps(arm, "rehearsal"):
+            (short,) = rehearsed
+            cells += [f"{short:.3f}", f"{short / rehearsed_none:.2f}", f"{100 * (1 - short / step_s):.1f} %"]
+        assert rest.split(" | ") == (cells + 3 * ["-"])[:4]
+    bound = ", ".join(
+        f"{arm} {steps(arm, 'real', numa=True)[0]:.3f}" for arm in ("main", "chunked", "overlap", "stream")
+    )
+    assert f"{bound} s" in " ".join(PAGE.split())
+    assert f"costs `none` {none - rehearsed_none:.3f} s" in " ".join(PAGE.split())
+
+
+def both_ways(record: RunRecord) -> float:
+    moved = record.moved
+    assert moved.in_bytes_per_step
+    assert moved.out_bytes_per_step
+    assert moved.copy_busy_s
+    return (moved.in_bytes_per_step + moved.out_bytes_per_step) / moved.copy_busy_s / GIB
+
+
+def test_rates_of_copies_are_those_of_the_records() -> None:
+    found: dict[str, list[float]] = {"real": [], "rehearsal": []}
+    for record in RECORDS:
+        if record.spec.arm.name == "overlap" and not record.spec.arm.numa:
+            found[record.spec.mode.kind].append(both_ways(record))
+    text = " ".join(PAGE.split())
+    assert len(found["real"]) == 3
+    assert f"made {found['rehearsal'][0]:.1f} GiB/s a GPU both ways, rehearsed" in text
+    assert f"and {statistics.median(found['real']):.1f} in the three real launches" in text
+
+
+def test_the_proof_is_that_of_the_tables() -> None:
+    pair, alone = ((ROOT / "results" / f"h200-{name}.txt").read_text() for name in ("x2-verify", "verify"))
+    said = "296 of 296 cells equal torch.optim.AdamW bit for bit"
+    assert said in pair.splitlines()
+    assert said in PAGE
+    assert "152 of 160 cells equal torch.optim.AdamW bit for bit; 8 n/a" in alone.splitlines()
+    for table in (pair, alone):
+        rows = [line for line in table.splitlines() if re.match(r"\d ranks?, ", line)]
+        words = [word for row in rows for word in re.split(r"\s{2,}", row)[1:]]
+        assert set(words) <= {"pass", "n/a (EP 2 on 1 rank)"}
+        assert words.count("pass") == int(re.search(r"(\d+) of", table)[1])  # type: ignore[index]
