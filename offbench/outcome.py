@@ -15,6 +15,7 @@ from offbench.record import Failure, Status
 
 _ENDED = re.compile(r"\(local_rank: (\d+)\)\s+exitcode\s*: -(\d+)")
 """A rank that a signal ended, in torchrun's summary."""
+AFTERWARDS = "measured, but what a launch looks into after its window is not all there"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,22 @@ class Outcome:
 
 
 def classify(folder: Path, end: Exit, timeout_s: float) -> Outcome:
-    """Judge a launch by its exit and its folder. A failed rank counts only if it failed by itself: the earliest such
+    """Judge a launch by its exit and its folder. One that handed its figures over is measured, however it ended: what
+    it should have looked into after that is missing, and a warning says why."""
+    result = folder / "result.json"
+    ended_well = end.code == 0 and not end.interrupted and not end.timed_out
+    if not result.exists():
+        return _failed(folder, end, timeout_s)
+    measured = json.loads(result.read_text())
+    if not ended_well:
+        why = _failed(folder, end, timeout_s).reason
+        measured["warnings"] = [*measured.get("warnings", []), f"{AFTERWARDS}: {why}"]
+    status, reason, phase = (measured.get(name) for name in ("status", "reason", "phase"))
+    return Outcome(status or "ok", reason, phase, None, measured)
+
+
+def _failed(folder: Path, end: Exit, timeout_s: float) -> Outcome:
+    """What became of a launch without a result. A failed rank counts only if it failed by itself: the earliest such
     failure decides, since its peers then fail too, only because it is gone."""
     where = last_progress(folder)
     phase, logs = where.phase if where else "start", str(folder)
@@ -40,10 +56,6 @@ def classify(folder: Path, end: Exit, timeout_s: float) -> Outcome:
         at = f"{where.phase} step {where.step} of {where.of}" if where and where.of else phase
         reason = f"not done after {show_seconds(timeout_s)}, in {at}; stacks are in the record, logs in {folder.name}"
         return Outcome("timeout", reason, phase, Failure(phase=phase, log=logs, stacks=end.stacks))
-    result = folder / "result.json"
-    if end.code == 0 and result.exists():
-        measured = json.loads(result.read_text())
-        return Outcome(measured.get("status", "ok"), measured.get("reason"), measured.get("phase"), None, measured)
     first = first_failure(folder)
     killed = killed_rank(folder) if first is None or first.get("peer") else None
     if killed is not None:

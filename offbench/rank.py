@@ -87,9 +87,6 @@ def _run(
     progress.enter("gather")
     report = describe(spec, job, optimizer, recorder, log, replica, copy_repeat)
     report.kernel_copies = copies.copies_in if copies is not None else 0
-    report.small_copies = watch_small_copies(job, optimizer, spec, device)
-    report.window_slope_s = check_window(job, optimizer, spec, device)
-    report.trace, report.split = trace(job, optimizer, spec, device, out)
     report.pages = where.close(pinned_ranges(job, optimizer))
     report.host.numa = report.pages.numa
     report.link = link
@@ -98,7 +95,14 @@ def _run(
     if auto is not None:
         report.state_budget = auto.chosen
         report.warnings += auto.warnings
-    hand_over(spec, report, local_rank, out)
+    hand_over(spec, report, local_rank, out, "measured")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report.small_copies = watch_small_copies(job, optimizer, spec, device)
+        report.window_slope_s = check_window(job, optimizer, spec, device)
+        report.trace, report.split = trace(job, optimizer, spec, device, out)
+    report.warnings += [str(warning.message) for warning in caught if warning.category is UserWarning]
+    hand_over(spec, report, local_rank, out, "and looked into")
     optimizer.detach()
     dist.destroy_process_group()
 

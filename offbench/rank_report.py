@@ -188,14 +188,15 @@ def tell(where: str, text: str, rank: int, nproc: int) -> list[str]:
     return [shared.get(f"offbench/{where}/{other}").decode() for other in range(nproc)]
 
 
-def hand_over(spec: RunSpec, report: RankReport, local_rank: int, out: Path) -> None:
-    """Give the report to rank 0, which writes the launch's result."""
+def hand_over(spec: RunSpec, report: RankReport, local_rank: int, out: Path, stage: str) -> None:
+    """Give the report to rank 0, which writes the launch's result in place of that of an earlier stage. So what is
+    measured is safe before anything else is tried."""
     if local_rank:
-        store().set(f"offbench/report/{local_rank}", pickle.dumps(report).hex())
+        store().set(f"offbench/report/{stage}/{local_rank}", pickle.dumps(report).hex())
         return
     shared = store() if spec.mode.nproc > 1 else None
     reports = [report] + [
-        pickle.loads(bytes.fromhex(shared.get(f"offbench/report/{other}").decode()))
+        pickle.loads(bytes.fromhex(shared.get(f"offbench/report/{stage}/{other}").decode()))
         for other in range(1, spec.mode.nproc)
         if shared
     ]

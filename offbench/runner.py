@@ -93,8 +93,10 @@ class Runner:
         with terminations_interrupt():
             try:
                 for number, item in enumerate(plan, start=1):
-                    records.append(self._one(item, f"launch {number} of {len(plan)}", self._rest(records, plan)))
-                    if records[-1].status == "interrupted":
+                    rest = self._rest(records, plan)
+                    record, interrupted = self._one(item, f"launch {number} of {len(plan)}", rest)
+                    records.append(record)
+                    if interrupted:
                         return RunReport(records, interrupted=True)
             except KeyboardInterrupt:
                 return RunReport(records, interrupted=True)
@@ -107,9 +109,9 @@ class Runner:
             return ""
         return f", about {show_seconds(sum(took) / len(took) * (len(plan) - len(records)))} left"
 
-    def _one(self, item: Planned, number: str, rest: str) -> RunRecord:
-        """Launch one spec, or refuse it, and append its record."""
-        name = arm_name(item.spec)
+    def _one(self, item: Planned, number: str, rest: str) -> tuple[RunRecord, bool]:
+        """Launch one spec, or refuse it, and append its record; and whether it was interrupted."""
+        name, interrupted = arm_name(item.spec), False
         short = shortfalls(item.spec, self.hardware)
         if short:
             outcome = Outcome("skipped", "; ".join(short))
@@ -119,14 +121,14 @@ class Runner:
             folder = fresh_folder(self.results.path, item)
             started, began = datetime.now(UTC), self.clock()
             end = self.launcher.launch(item.spec, folder, self.timeout_s, self.display.update)
-            outcome = classify(folder, end, self.timeout_s)
+            outcome, interrupted = classify(folder, end, self.timeout_s), end.interrupted
             record = build_record(item, outcome, self.env, started, self.clock() - began)
             ended = datetime.now(UTC)
             record.wall_s = phase_seconds(folder / "progress.jsonl", started.timestamp(), ended.timestamp())
         set_ideal(record, self.results.path)
         self.results.append(record)
         self.display.finish(closing_line(name, record))
-        return record
+        return record, interrupted
 
 
 def build_record(

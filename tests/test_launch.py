@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from offbench import cli
+from offbench import cli, rank
 from offbench.offload import updates
 from offbench.offload.adamw import OffloadedAdamW
 from offbench.offload.small_copies import KernelCopies
+from offbench.outcome import AFTERWARDS
 from offbench.workload.activation_offload import ActivationOffload
 from offbench.workload.broadcast import Broadcaster
 from tests.forked import ForkedLauncher
@@ -178,6 +180,25 @@ def test_two_more_windows_check_the_step(tmp_path: Path) -> None:
     assert (wrong, done.returncode) in (([], 0), (["window slope"], 1))
     assert len(record["steps"]) == 2, "the two windows enter no other figure"
     assert traced(tmp_path / "traces", record)
+
+
+def break_what_follows() -> None:
+    def broken(*_: object) -> tuple[None, None]:
+        if int(os.environ["LOCAL_RANK"]) == 1:
+            raise torch.OutOfMemoryError("no memory for a trace")
+        return None, None
+
+    rank.trace = broken  # type: ignore[assignment]
+
+
+def test_what_fails_after_the_window_costs_nothing_that_was_measured(tmp_path: Path) -> None:
+    options = ("--arm", "overlap", "--nproc", "2", "--warmup", "1", "--steps", "2")
+    code, (record,) = fork(tmp_path / "a.jsonl", *options, sabotage=break_what_follows)
+    assert (code, record["status"], record["reason"], record["failure"]) == (0, "ok", None, None)
+    assert set(record["checks"].values()) == {"ok"}
+    assert record["step_s"] > 0
+    (warning,) = record["warnings"]
+    assert warning == f"{AFTERWARDS}: rank 1: OutOfMemoryError: no memory for a trace"
 
 
 def test_a_job_that_no_rank_could_build_is_refused_before_anything_starts(tmp_path: Path) -> None:

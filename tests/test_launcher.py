@@ -16,7 +16,7 @@ import pytest
 from offbench import launcher
 from offbench.config import Mode, RunSpec, Workload
 from offbench.launcher import Exit, TorchrunLauncher, end_all, launch_env, members
-from offbench.outcome import classify
+from offbench.outcome import AFTERWARDS, classify
 from offbench.progress import Progress
 
 ROOT = Path(__file__).parent.parent
@@ -114,6 +114,29 @@ def test_a_rank_killed_before_it_said_anything_was_starting(tmp_path: Path) -> N
     assert classify(tmp_path, Exit(code=None, interrupted=True), 1).phase == "start"
     late = classify(tmp_path, Exit(code=None, timed_out=True), 1)
     assert (late.reason or "").startswith("not done after 1 s, in start; ")
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        (Exit(code=None, interrupted=True), "ended by a signal before it was done"),
+        (Exit(code=None, timed_out=True), "not done after 1 s, in gather; stacks are in the record, logs in "),
+        (Exit(code=1), "torchrun ended with code 1 and no rank left a report"),
+    ],
+)
+@pytest.mark.parametrize("status", ["ok", "invalid"])
+def test_a_launch_that_handed_its_figures_over_is_measured_however_it_ended(
+    tmp_path: Path, end: Exit, why: str, status: str
+) -> None:
+    result = {"status": status, "reason": None if status == "ok" else "bytes in: 5 of 6", "step_s": 2.0}
+    (tmp_path / "result.json").write_text(json.dumps(result | {"warnings": ["first"]}))
+    (tmp_path / "progress.jsonl").write_text(json.dumps({"phase": "gather", "step": 0, "of": 0, "time": 1.0}) + "\n")
+    outcome = classify(tmp_path, end, 1)
+    assert (outcome.status, outcome.reason, outcome.measured["step_s"]) == (status, result["reason"], 2.0)
+    first, warning = outcome.measured["warnings"]
+    assert first == "first"
+    assert warning.startswith(f"{AFTERWARDS}: {why}")
+    assert classify(tmp_path, Exit(code=0), 1).measured["warnings"] == ["first"]
 
 
 @pytest.mark.usefixtures("hasty")

@@ -164,6 +164,17 @@ def test_an_interrupt_keeps_the_record_and_stops(tmp_path: Path) -> None:
     assert len(launcher.launched) == 2
 
 
+def test_an_interrupt_after_the_window_keeps_the_row_and_stops(tmp_path: Path) -> None:
+    def play(spec: RunSpec, folder: Path) -> Exit:
+        fake.ok()(spec, folder)
+        return Exit(code=None, interrupted=True)
+
+    report, launcher, _ = run(tmp_path / "r.jsonl", {"none": play}, ALL)
+    assert report.interrupted
+    assert [(record.status, record.step_s) for record in report.records] == [("ok", 2.0)]
+    assert len(launcher.launched) == 1
+
+
 def test_a_termination_signal_interrupts(tmp_path: Path) -> None:
     def play(_: RunSpec, folder: Path) -> Exit:
         try:
