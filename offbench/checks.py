@@ -138,10 +138,14 @@ def _window(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
 
 def _slope(reports: Sequence[RankReport]) -> dict[str, str]:
     """With --check-window: step_s does not depend on where the window ends."""
-    asked = [(r, r.window_slope_s) for r in reports if r.window_slope_s is not None]
-    found = [(r.rank, disagreement(r.result.window_s / len(r.result.step_s), seconds)) for r, seconds in asked]
-    wrong = next((f"rank {rank}: {text}" for rank, text in found if text is not None), None)
-    return {"window slope": wrong or "ok"} if asked else {}
+    if not any(report.check_window for report in reports):
+        return {}
+    for report in reports:
+        if report.window_slope_s is None:
+            return {"window slope": "asked for, but not measured"}
+        if text := disagreement(report.result.window_s / len(report.result.step_s), report.window_slope_s):
+            return {"window slope": f"rank {report.rank}: {text}"}
+    return {"window slope": "ok"}
 
 
 def _replica(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:

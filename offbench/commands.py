@@ -87,7 +87,7 @@ def run_command(options: Options, flags: RunFlags, launcher: Launcher) -> int:
     display.say(f"compare: offbench report {shlex.quote(str(path))}")
     if report.interrupted:
         return INTERRUPTED
-    return OK if all(record.status == "ok" for record in report.records) else FAILED
+    return OK if all(record.status == "ok" and record.failure is None for record in report.records) else FAILED
 
 
 def refuse_hopeless(resolved: Resolved, hardware: Hardware) -> None:

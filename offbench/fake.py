@@ -59,7 +59,7 @@ def ok(step_s: float | None = None, **fields: Any) -> Outcome:
     """A launch that succeeds; `fields` replace parts of the result."""
 
     def play(spec: RunSpec, folder: Path) -> Exit:
-        write_progress(spec, folder, "start", "build", "pin", "warmup", "measure", "drain", "gather")
+        write_progress(spec, folder, "start", "build", "pin", "warmup", "measure", "drain", "gather", "extras")
         seconds = (
             step_s
             or {"none": 2.0, "main": 4.0, "chunked": 3.0, "overlap": 2.5, "stream": 2.1, "zerocopy": 2.2}[

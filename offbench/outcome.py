@@ -15,7 +15,8 @@ from offbench.record import Failure, Status
 
 _ENDED = re.compile(r"\(local_rank: (\d+)\)\s+exitcode\s*: -(\d+)")
 """A rank that a signal ended, in torchrun's summary."""
-AFTERWARDS = "measured, but what a launch looks into after its window is not all there"
+AFTERWARDS = "measured, but small copies, window check and traces, which follow, are not all there"
+UNENDED = "all is measured, but the launch did not end as it should"
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,20 @@ class Outcome:
 
 
 def classify(folder: Path, end: Exit, timeout_s: float) -> Outcome:
-    """Judge a launch by its exit and its folder. One that handed its figures over is measured, however it ended: what
-    it should have looked into after that is missing, and a warning says why."""
+    """Judge a launch by its exit and its folder. One that handed its figures over is measured, however it ended: a
+    warning says what is missing and why, and its failure is kept."""
     result = folder / "result.json"
     ended_well = end.code == 0 and not end.interrupted and not end.timed_out
+    failed = None if ended_well and result.exists() else _failed(folder, end, timeout_s)
     if not result.exists():
-        return _failed(folder, end, timeout_s)
+        assert failed is not None
+        return failed
     measured = json.loads(result.read_text())
-    if not ended_well:
-        why = _failed(folder, end, timeout_s).reason
-        measured["warnings"] = [*measured.get("warnings", []), f"{AFTERWARDS}: {why}"]
+    what = UNENDED if measured.pop("complete", True) else AFTERWARDS
+    if failed is not None:
+        measured["warnings"] = [*measured.get("warnings", []), f"{what}: {failed.reason}"]
     status, reason, phase = (measured.get(name) for name in ("status", "reason", "phase"))
-    return Outcome(status or "ok", reason, phase, None, measured)
+    return Outcome(status or "ok", reason, phase, failed.failure if failed is not None else None, measured)
 
 
 def _failed(folder: Path, end: Exit, timeout_s: float) -> Outcome:

@@ -26,6 +26,7 @@ class TracedRecorder(WindowRecorder):
     def __init__(self, device: Device, readbacks: Way = "copy") -> None:
         super().__init__(device, 1, STEPS, readbacks)
         self._element = torch.zeros(1, device=device.torch_device)
+        self._element.add_(1)  # so that its kernel is loaded before any step
 
     def begin(self) -> None:
         """As WindowRecorder's."""
@@ -53,8 +54,8 @@ def profile(step: Callable[[int], None], first: int, path: Path | None, device: 
     """Run one step to warm up and STEPS more, all under the profiler, and write a Chrome trace, gzipped, to `path`.
     None: run the steps alone, as other ranks need them. Returns why there is no trace, if there should be one.
 
-    The device stands still while the profiler starts, so that all copies queued until then end unseen: only a step
-    after one that began under the profiler has all of its copies. The first is not marked as a step for that reason.
+    The host stands still while the profiler starts, so that all copies queued until then end unseen: only a step after
+    one that began under the profiler has all of its copies. The first is not marked as a step for that reason.
     step(i) runs the i-th training step, counted from `first`. The device is idle before the first and after the last.
     """
     steps = range(first + 1, first + 1 + STEPS)

@@ -95,14 +95,15 @@ def _run(
     if auto is not None:
         report.state_budget = auto.chosen
         report.warnings += auto.warnings
-    hand_over(spec, report, local_rank, out, "measured")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        report.small_copies = watch_small_copies(job, optimizer, spec, device)
-        report.window_slope_s = check_window(job, optimizer, spec, device)
-        report.trace, report.split = trace(job, optimizer, spec, device, out)
-    report.warnings += [str(warning.message) for warning in caught if warning.category is UserWarning]
-    hand_over(spec, report, local_rank, out, "and looked into")
+    report.check_window = bool(os.environ.get("OFFBENCH_CHECK_WINDOW"))
+    hand_over(spec, report, local_rank, out, complete=False)
+
+    progress.enter("extras")
+    report.small_copies = watch_small_copies(job, optimizer, spec, device)
+    report.window_slope_s = check_window(job, optimizer, spec, device) if report.check_window else None
+    report.trace, report.split, why_not = trace(job, optimizer, spec, device, out)
+    report.warnings += [] if why_not is None else [f"no split of traced steps: {why_not}"]
+    hand_over(spec, report, local_rank, out, complete=True)
     optimizer.detach()
     dist.destroy_process_group()
 
@@ -229,10 +230,8 @@ def watch_small_copies(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, devic
     return watch.figures()
 
 
-def check_window(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device) -> float | None:
-    """With --check-window, seconds a step by two drained windows more, when all other figures are taken."""
-    if not os.environ.get("OFFBENCH_CHECK_WINDOW"):
-        return None
+def check_window(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device) -> float:
+    """Seconds a step by two drained windows more, when all other figures are taken."""
     recorder = WindowRecorder(device, 1, 3 * spec.window.steps, spec.arm.readbacks)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     number = itertools.count(spec.window.warmup + spec.window.steps)
@@ -247,12 +246,12 @@ def check_window(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Dev
 
 def trace(
     job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device, out: Path
-) -> tuple[str | None, Split | None]:
-    """A few more steps, under the profiler: of rank 0 their split, unless --no-split, and with --profile the trace's
-    file name. What goes wrong with a trace must not cost what was measured before: it is a warning."""
+) -> tuple[str | None, Split | None, str | None]:
+    """A few more steps, under the profiler: with --profile the trace's file name; of rank 0 their split, unless
+    --no-split; and why there is no trace, or none that can be read, if there should be one."""
     kept = os.environ.get("OFFBENCH_PROFILE")
     if not kept and not os.environ.get("OFFBENCH_SPLIT"):
-        return None, None
+        return None, None, None
     recorder = profiler.TracedRecorder(device, spec.arm.readbacks)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
@@ -270,9 +269,7 @@ def trace(
                 found = split_of(path)
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-    if why is not None:
-        warnings.warn(f"no split of traced steps: {why}", UserWarning, stacklevel=2)
-    return path.name if kept and path.exists() else None, found
+        return path.name if kept and path.exists() else None, found, why
 
 
 def job_bus_id(env: dict[str, Any]) -> str | None:

@@ -73,8 +73,10 @@ class RankReport:
     broadcast: Broadcast | None = None
     stale: list[str] = field(default_factory=list)
     """Parameters whose replica is not the trainer's; on rank 0."""
+    check_window: bool = False
+    """With --check-window."""
     window_slope_s: float | None = None
-    """Seconds a step by two drained windows, with --check-window."""
+    """Seconds a step by two drained windows, with --check-window, once they have run."""
     trace: str | None = None
     """Name of this rank's trace file."""
     split: Split | None = None
@@ -188,9 +190,10 @@ def tell(where: str, text: str, rank: int, nproc: int) -> list[str]:
     return [shared.get(f"offbench/{where}/{other}").decode() for other in range(nproc)]
 
 
-def hand_over(spec: RunSpec, report: RankReport, local_rank: int, out: Path, stage: str) -> None:
-    """Give the report to rank 0, which writes the launch's result in place of that of an earlier stage. So what is
-    measured is safe before anything else is tried."""
+def hand_over(spec: RunSpec, report: RankReport, local_rank: int, out: Path, *, complete: bool) -> None:
+    """Give the report to rank 0, which writes the launch's result: once when the window is measured, so that nothing
+    that is tried later can cost it, and again, complete, over the first."""
+    stage = "complete" if complete else "window"
     if local_rank:
         store().set(f"offbench/report/{stage}/{local_rank}", pickle.dumps(report).hex())
         return
@@ -200,7 +203,7 @@ def hand_over(spec: RunSpec, report: RankReport, local_rank: int, out: Path, sta
         for other in range(1, spec.mode.nproc)
         if shared
     ]
-    write_json(out / "result.json", assemble(spec, reports))
+    write_json(out / "result.json", assemble(spec, reports) | {"complete": complete})
 
 
 def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from offbench.estimate import estimate, shortfalls
 from offbench.hardware import Hardware
 from offbench.launcher import Launcher
 from offbench.naming import arm_name
-from offbench.outcome import Outcome, classify
+from offbench.outcome import AFTERWARDS, UNENDED, Outcome, classify
 from offbench.planner.ideal import set_ideal
 from offbench.progress import Display, phase_seconds, show_seconds
 from offbench.record import RunRecord
@@ -178,7 +178,8 @@ def closing_line(name: str, record: RunRecord) -> str:
     locked, locked_guess = record.host.pinned_locked_bytes, record.host.estimated_pinned_bytes
     if locked and locked_guess:
         parts.append(f"{gib(locked)} GiB pinned (estimated {gib(locked_guess)})")
-    return f"  {name}: {', '.join(parts)}"
+    late = [warning for warning in record.warnings if warning.startswith((AFTERWARDS, UNENDED))]
+    return "\n  ".join([f"  {name}: {', '.join(parts)}", *late])
 
 
 def run_root(results: Path) -> Path:

@@ -44,10 +44,17 @@ def result(*norms: float, loss: float = 2.0) -> RankResult:
 
 def test_two_drained_windows_must_agree_with_the_step() -> None:
     """Each rank's window has three steps of a second."""
-    good = check_launch(spec(), [report(0, window_slope_s=1.004), report(1, window_slope_s=0.996)])
+    good = check_launch(
+        spec(),
+        [report(0, check_window=True, window_slope_s=1.004), report(1, check_window=True, window_slope_s=0.996)],
+    )
     assert list(good) == [*NAMES[:8], "window slope", *NAMES[8:]]
     assert set(good.values()) == {"ok"}
-    found = check_launch(spec(), [report(0, window_slope_s=1.0), report(1, window_slope_s=1.02)])
+    found = check_launch(
+        spec(), [report(0, check_window=True, window_slope_s=1.0), report(1, check_window=True, window_slope_s=1.02)]
+    )
+    lacking = check_launch(spec(), [report(0, check_window=True), report(1, check_window=True)])
+    assert lacking["window slope"] == "asked for, but not measured"
     assert found["window slope"] == ("rank 1: a step took 1.0000 s in the window, 1.0200 s by two drained ones: +2.0%")
 
 

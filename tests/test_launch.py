@@ -183,22 +183,26 @@ def test_two_more_windows_check_the_step(tmp_path: Path) -> None:
 
 
 def break_what_follows() -> None:
-    def broken(*_: object) -> tuple[None, None]:
+    def broken(*_: object) -> tuple[None, None, None]:
         if int(os.environ["LOCAL_RANK"]) == 1:
             raise torch.OutOfMemoryError("no memory for a trace")
-        return None, None
+        return None, None, None
 
     rank.trace = broken  # type: ignore[assignment]
 
 
-def test_what_fails_after_the_window_costs_nothing_that_was_measured(tmp_path: Path) -> None:
+def test_what_fails_after_the_window_costs_nothing_that_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ("--arm", "overlap", "--nproc", "2", "--warmup", "1", "--steps", "2")
     code, (record,) = fork(tmp_path / "a.jsonl", *options, sabotage=break_what_follows)
-    assert (code, record["status"], record["reason"], record["failure"]) == (0, "ok", None, None)
+    assert (code, record["status"], record["reason"]) == (1, "ok", None), "measured, but it failed"
+    assert (record["failure"]["type"], record["failure"]["phase"]) == ("OutOfMemoryError", "extras")
     assert set(record["checks"].values()) == {"ok"}
     assert record["step_s"] > 0
     (warning,) = record["warnings"]
     assert warning == f"{AFTERWARDS}: rank 1: OutOfMemoryError: no memory for a trace"
+    assert f"  {warning}\n" in capsys.readouterr().out
 
 
 def test_a_job_that_no_rank_could_build_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from offbench import launcher
 from offbench.config import Mode, RunSpec, Workload
 from offbench.launcher import Exit, TorchrunLauncher, end_all, launch_env, members
-from offbench.outcome import AFTERWARDS, classify
+from offbench.outcome import AFTERWARDS, UNENDED, classify
 from offbench.progress import Progress
 
 ROOT = Path(__file__).parent.parent
@@ -120,22 +120,26 @@ def test_a_rank_killed_before_it_said_anything_was_starting(tmp_path: Path) -> N
     ("end", "why"),
     [
         (Exit(code=None, interrupted=True), "ended by a signal before it was done"),
-        (Exit(code=None, timed_out=True), "not done after 1 s, in gather; stacks are in the record, logs in "),
+        (Exit(code=None, timed_out=True), "not done after 1 s, in extras; stacks are in the record, logs in "),
         (Exit(code=1), "torchrun ended with code 1 and no rank left a report"),
     ],
 )
-@pytest.mark.parametrize("status", ["ok", "invalid"])
+@pytest.mark.parametrize("complete", [False, True])
 def test_a_launch_that_handed_its_figures_over_is_measured_however_it_ended(
-    tmp_path: Path, end: Exit, why: str, status: str
+    tmp_path: Path, end: Exit, why: str, complete: bool
 ) -> None:
-    result = {"status": status, "reason": None if status == "ok" else "bytes in: 5 of 6", "step_s": 2.0}
+    status = "ok" if complete else "invalid"
+    reason = None if complete else "window slope: asked for, but not measured"
+    result = {"status": status, "reason": reason, "step_s": 2.0, "complete": complete}
     (tmp_path / "result.json").write_text(json.dumps(result | {"warnings": ["first"]}))
-    (tmp_path / "progress.jsonl").write_text(json.dumps({"phase": "gather", "step": 0, "of": 0, "time": 1.0}) + "\n")
+    (tmp_path / "progress.jsonl").write_text(json.dumps({"phase": "extras", "step": 0, "of": 0, "time": 1.0}) + "\n")
     outcome = classify(tmp_path, end, 1)
     assert (outcome.status, outcome.reason, outcome.measured["step_s"]) == (status, result["reason"], 2.0)
     first, warning = outcome.measured["warnings"]
     assert first == "first"
-    assert warning.startswith(f"{AFTERWARDS}: {why}")
+    assert warning.startswith(f"{UNENDED if complete else AFTERWARDS}: {why}")
+    assert (outcome.failure is None) == end.interrupted
+    assert "complete" not in outcome.measured, "it is no field of a record"
     assert classify(tmp_path, Exit(code=0), 1).measured["warnings"] == ["first"]
 
 

@@ -36,7 +36,7 @@ UNKNOWN = "no reason known"
 UNSTEADY = "the machine was not steady: its steps took"
 LAUNCHES = "the host launched late: in traced steps compute had nothing queued for"
 SHARED = "its ranks probe the link at the same moment, and copies of its job met less: both ways they made"
-SLOWER = "its copies were slower than its launch probed: both ways they made"
+SLOWER = "its copies were slower than its launch probed: both ways, from first to last, they made"
 LARGE = "state of one parameter moves whole; that it takes staging in one piece is not simulated:"
 
 
@@ -209,10 +209,13 @@ def _shared(record: RunRecord, links: Links, own: Links, own_s: float) -> str | 
 
 
 def _large(record: RunRecord, schedule: Schedule, layout: Layout, simulated_s: float) -> str | None:
-    """A parameter with more state than a chunk has before it is cut into pieces, where staging is of many extents."""
+    """A parameter with more state than a chunk has before it is cut into pieces, where staging is of many extents: its
+    moments wait for one of that size, by up to a tenth of a step in what was seen."""
     largest = max((chunk.nbytes for chunk in layout.chunks), default=0)
     small = largest <= schedule.chunk_bytes * (record.spec.arm.pieces or 1)
-    if small or record.spec.arm.name != "stream" or record.step_s is None or simulated_s > record.step_s:
+    if small or schedule.write_back != "backward" or record.step_s is None:
+        return None
+    if not 0.9 * record.step_s < simulated_s < record.step_s:
         return None
     return f"{LARGE} up to {largest / GIB:.1f} GiB"
 

@@ -43,7 +43,7 @@ Cause = Literal[
 LAUNCH_S = 15e-6
 """From the return of a launch to the start of its kernel on an idle stream, at most; 3 to 12 us on an H200."""
 NEAR_S = 100e-6
-"""From the end of what a stream waits for to the start of what waited, at most; 4 to 13 us on one H200, to 85 us where
+"""From the end of what a stream waits for to the start of what waited, at most; 4 to 13 us on one H200, to 65 us where
 both of a host's two move state."""
 
 

@@ -78,6 +78,8 @@ class TraceSummary:
     span_s: float
     """From the start of the first to the end of the last device operation."""
     steps: int | None
+    marked: bool
+    """Whether the profiler was told of steps. All figures are of what those launched, or else of the whole trace."""
     small_bytes: int
     small_h2d: float | None
     """Small host-to-device copies a step."""
@@ -119,6 +121,7 @@ def summarize(
     return TraceSummary(
         span_s=max(op.end for op in ops) - ops[0].start,
         steps=count,
+        marked=parsed.steps is not None,
         small_bytes=small_bytes,
         small_h2d=small["in"].count / count if count else None,
         small_d2h=small["out"].count / count if count else None,

@@ -74,7 +74,7 @@ def summary_lines(found: TraceSummary) -> Iterator[str]:
     """What it holds, a table of streams, the copies of each way, and what waited."""
     steps = "steps not known (--steps)" if found.steps is None else count(found.steps, "step")
     devices = len({use.device for use in found.streams})
-    of = "the whole trace" if found.steps is None else "what they launched"
+    of = "what they launched" if found.marked else "the whole trace"
     yield f"{count(devices, 'GPU')}, {steps}, {found.span_s:.3f} s of device work; all figures of {of}"
     yield ""
     header = ("stream", "kernels", "kernel s", "copies", "copy s", "memsets", "busy s", "busy %")
