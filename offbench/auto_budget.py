@@ -56,9 +56,10 @@ def wanted(
 ) -> int:
     """Bytes of state to keep so that, by the bound, no copy of the rest is exposed; at most all `nbytes`.
 
-    chunk_bytes: the largest chunk. staged: what may be staged when the forward ends; None: all. With `stream` so much
-    has the link to itself on its way in, if it can leave in the backward; the rest comes in while as much leaves, as
-    all of it does with other deferred schedules. Synchronous ones hide nothing, so all state is wanted.
+    chunk_bytes: most state that stays as one, a chunk or a parameter in pieces. staged: what may be staged when the
+    forward ends; None: all. With `stream` so much has the link to itself on its way in, if it can leave in the
+    backward; the rest comes in while as much leaves, as all of it does with other deferred schedules. Synchronous ones
+    hide nothing, so all state is wanted.
     """
     into, out, both = link.in_bytes_per_s or 0.0, link.out_bytes_per_s or 0.0, link.both_bytes_per_s or 0.0
     together = min(into, out, both / 2)
@@ -125,7 +126,7 @@ class AutoBudget:
     def _choose(self) -> None:
         """All ranks keep as much: what the neediest wants, as far as the fullest has room."""
         self.optimizer.drain()
-        sizes = [chunk.nbytes for chunk in self.optimizer.chunks]
+        sizes = [chunk.home_bytes for chunk in self.optimizer.chunks]
         limit, peak = self.device.limit(), self.device.peak_reserved()
         assert limit is not None
         assert peak is not None

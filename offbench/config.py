@@ -85,8 +85,8 @@ class ArmSpec(Frozen):
     memory_limit: int | None = Field(default=None, ge=1)
     """Most bytes that PyTorch's allocator may take on the GPU; null: all there are."""
     chunk_bytes: int | None = Field(default=None, ge=4096)
-    """Largest chunk of state moved at once; a larger parameter is a chunk alone. This and every field below
-    is null in arms that do not use it (`Arm.resolve` in `offbench.arms` fills in the arm's defaults)."""
+    """Largest chunk of state moved at once; a parameter with more is cut. This and every field below is null in arms
+    that do not use it (`Arm.resolve` in `offbench.arms` fills in the arm's defaults)."""
     state_budget: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
     """Bytes of state that stay on the GPU: the leading chunks, whole. auto: what should hide all copies, as far as the
     GPU has room, measured in the warm-up (`offbench.auto_budget`)."""

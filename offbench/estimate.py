@@ -84,9 +84,10 @@ def estimate(spec: RunSpec) -> Estimate:
 
 @functools.cache
 def staging_bytes(model: str, world: int, ep: int, layers: int, schedule: Schedule) -> int:
-    """The arena that step() takes, as the engine plans it for that rank's chunks. A parameter above the cap of a chunk
-    is a chunk alone, and has its own size in it."""
-    layout = of_model(presets.find(model), world, ep, layers, schedule.chunk_bytes)
+    """The arena that step() takes, as the engine plans it for that rank's chunks. A parameter above the cap of a copy
+    that is not cut is a copy alone, and has its own size in it."""
+    cap, cut_above = schedule.chunk_bytes, schedule.cut_above
+    layout = of_model(presets.find(model), world, ep, layers, cap, cut_above=cut_above)
     kept = resident(layout, schedule)
     moving = [replace(chunk, nbytes=0) if chunk.index < kept else chunk for chunk in layout.chunks]
     if schedule.update == "host_memory":

@@ -29,14 +29,14 @@ from offbench.offload.engines import engine_for
 from offbench.offload.hoststore import HostStore, require_room
 from offbench.offload.hyper import capture, refuse, refuse_options
 from offbench.offload.kernels import Implementation
-from offbench.offload.layout import Member, local_of, moments_in
+from offbench.offload.layout import local_of, moments_in
 from offbench.offload.misplaced import misplaced
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
 from offbench.offload.stale import hidden
 from offbench.offload.state import check_own, check_saved, load_groups, load_moments, places
 from offbench.offload.streams import DeviceStreams, Streams
-from offbench.offload.updates import ChunkUpdates, have_gradients, take_gradients
+from offbench.offload.updates import ChunkUpdates, have_gradients, take_gradients, updates_of
 from offbench.offload.zerocopy.support import in_host_memory
 
 
@@ -121,34 +121,30 @@ class OffloadedAdamW(torch.optim.AdamW):
         if schedule.deferred:
             schedule = deferrable(schedule, self._model, given, self._streams)
             parameters = in_gather_order(schedule, self._model, parameters)
+        locals_ = [local_of(p) for p, _ in parameters]
         if schedule.update == "host_memory":
-            locals_ = [local_of(p) for p, _ in parameters]
             schedule = in_host_memory(schedule, self.device, self.implementation, locals_)
-        sizes = [local_of(p).numel() * local_of(p).element_size() for p, _ in parameters]
-        new = plan_chunks(sizes, schedule.chunk_bytes, after=self.chunks)
+        sizes = [local.numel() * local.element_size() for local in locals_]
+        solid = {i for i, local in enumerate(locals_) if not local.is_contiguous()}
+        new = plan_chunks(sizes, schedule.chunk_bytes, self.chunks, schedule.cut_above, solid)
         keep = leading((*self.chunks, *new), schedule.resident_bytes if schedule.offloaded else None)
-        require_room(sum(chunk.nbytes for chunk in new if chunk.index not in keep))  # before the device's memory goes
+        in_host = [0 if chunk.index in keep else chunk.home_bytes for chunk in new]
+        require_room(sum(in_host))  # before the device's memory goes
         stay = {
-            chunk.index: torch.zeros(chunk.nbytes, dtype=torch.uint8, device=self.device)
+            chunk.index: torch.zeros(chunk.home_bytes, dtype=torch.uint8, device=self.device)
             for chunk in new
             if chunk.index in keep
         }
-        self.store.extend([0 if chunk.index in stay else chunk.nbytes for chunk in new])
+        self.store.extend(in_host)
         self.schedule = schedule  # not before: where memory is refused the engine goes on with the old one
         self._resident.update(stay)
         homes = [self._resident.get(chunk.index, self.store.chunk(chunk.index)) for chunk in new]
         at = self.device if self.implementation == "fused" else torch.device("cpu")
-        counters = torch.zeros(len(parameters), dtype=torch.float32, device=at)
-        moments = [offsets for chunk in new for offsets in chunk.offsets]
-        members = [
-            Member(p, group, step, offsets)
-            for (p, group), step, offsets in zip(parameters, counters.unbind(), moments, strict=True)
-        ]
+        updates = updates_of(new, parameters, self.implementation, at)
         found: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
-        for chunk, home in zip(new, homes, strict=True):
-            mine, members = members[: len(chunk.members)], members[len(chunk.members) :]
-            found |= moments_in(home, mine)
-            self._updates.append(ChunkUpdates(chunk, mine, self.implementation))
+        for update, home in zip(updates, homes, strict=True):
+            found |= moments_in(home, update.at_home)
+        self._updates += updates
         steps = dict(zip(found, self._counters.make(len(found)), strict=True))
         for parameter in given:  # in torch's order
             self.state[parameter] = {"step": steps[parameter], **found[parameter]}
@@ -169,6 +165,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             self._finalizer = None
         if self.schedule.deferred:
             assert self._model is not None
+            # Of a parameter in pieces the last one, which is updated last.
             chunk_of = {m.parameter: update.chunk.index for update in self._updates for m in update.members}
             guard = fsdp.ReadGuard(
                 self._model,
@@ -251,7 +248,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         keep = leading(self.chunks, nbytes)
         for index in relocate(self.chunks, keep, self._resident, self.store, self.device):
             home = self._resident.get(index, self.store.chunk(index))
-            for parameter, moments in moments_in(home, self._updates[index].members).items():
+            for parameter, moments in moments_in(home, self._updates[index].at_home).items():
                 self.state[parameter].update(moments)
                 self._laid_out[parameter] = moments
         self.schedule = replace(self.schedule, resident_bytes=nbytes)

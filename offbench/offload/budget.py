@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 
-from offbench.offload.chunks import Chunk
+from offbench.offload.chunks import Chunk, ends
 from offbench.offload.hoststore import HostStore
 
 
 def leading(chunks: Sequence[Chunk], nbytes: int | None) -> set[int]:
     """Indices of the leading chunks that fit whole into so many bytes (None: of all), and of those that are empty.
+    A parameter's pieces fit together or not at all.
 
     The leading ones are needed first in the forward, when a moving one could hide behind nothing.
     """
     most = sum(chunk.nbytes for chunk in chunks) if nbytes is None else nbytes
-    ends = itertools.accumulate(chunk.nbytes for chunk in chunks)
-    return {chunk.index for chunk, end in zip(chunks, ends, strict=True) if end <= most or not chunk.nbytes}
+    return {chunk.index for chunk, end in zip(chunks, ends(chunks), strict=True) if end <= most or not chunk.nbytes}
 
 
 def relocate(
@@ -32,8 +31,9 @@ def relocate(
     """
     out = [chunk for chunk in chunks if chunk.index in resident and chunk.index not in keep]
     into = [chunk for chunk in chunks if chunk.index in keep and chunk.index not in resident]
-    store.provide({chunk.index: chunk.nbytes for chunk in out if store.chunk(chunk.index).numel() < chunk.nbytes})
-    made = {chunk.index: torch.empty(chunk.nbytes, dtype=torch.uint8, device=device) for chunk in into}
+    lacking = [chunk for chunk in out if store.chunk(chunk.index).numel() < chunk.home_bytes]
+    store.provide({chunk.index: chunk.home_bytes for chunk in lacking})
+    made = {chunk.index: torch.empty(chunk.home_bytes, dtype=torch.uint8, device=device) for chunk in into}
     for index, state in made.items():
         state.copy_(store.chunk(index))
     resident.update(made)

@@ -54,7 +54,7 @@ class Engine(ABC):
         self.staging_peak = 0
         """Most staging memory held so far, bytes."""
         self._resident: Mapping[int, torch.Tensor] = {} if resident is None else resident
-        """State that never moves, by chunk: uint8 device tensors."""
+        """State that never moves, by the chunk that it is kept with: uint8 device tensors."""
         self._store = store
         self._streams = streams
         self._copier = copier
@@ -148,11 +148,13 @@ class Engine(ABC):
 
     def _move_in(self, stream: Stream, chunk: Chunk, staged: Staged) -> Event:
         """Queue the copies into staging; the event follows the last of them."""
-        return self._copy(stream, "in", [(part, self._host(chunk, at, part.numel())) for at, part in staged.parts])
+        parts = staged.parted(chunk)
+        return self._copy(stream, "in", [(part, self._host(chunk, at, part.numel())) for at, part in parts])
 
     def _move_out(self, stream: Stream, chunk: Chunk, staged: Staged) -> Event:
         """Queue the copies back to the host, and in debug runs the NaN behind them."""
-        end = self._copy(stream, "out", [(self._host(chunk, at, part.numel()), part) for at, part in staged.parts])
+        parts = staged.parted(chunk)
+        end = self._copy(stream, "out", [(self._host(chunk, at, part.numel()), part) for at, part in parts])
         if not self.debug:
             return end
 
@@ -167,7 +169,7 @@ class Engine(ABC):
         """Bytes of a chunk in host memory; made once, for every tensor made anew costs the host time."""
         key = (chunk.index, at, nbytes)
         if key not in self._host_parts:
-            self._host_parts[key] = self._store.chunk(chunk.index)[at : at + nbytes]
+            self._host_parts[key] = Staged.at_home(chunk, self._store.chunk(chunk.home)).bytes(at, nbytes)
         return self._host_parts[key]
 
     def _copy(self, stream: Stream, direction: Direction, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
@@ -214,7 +216,7 @@ class Engine(ABC):
     def _kept(self, chunk: Chunk) -> Staged:
         """Resident state, where it is. What was cut out of it stays valid from step to step."""
         if chunk.index not in self._always:
-            self._always[chunk.index] = Staged.whole(self._resident[chunk.index])
+            self._always[chunk.index] = Staged.at_home(chunk, self._resident[chunk.home])
         return self._always[chunk.index]
 
     def _lead(self, works: Sequence[Work], there: Collection[int] = ()) -> int:

@@ -93,13 +93,26 @@ class FlowEngine(FlowMemory):
 
     def look_ahead(self, at_leisure: bool = False) -> None:
         """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""
-        most = BURST_AT_LEISURE if at_leisure else BURST
+        most = self._burst(BURST_AT_LEISURE if at_leisure else BURST)
         self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
         self._return_state(BURST_BACK)
         self._return_arena()
         self.prefetch.shrink()
         while self._step is not None and self._step.arrived and self._allowance.is_crowded():
             self._give_back(self._step.arrived.pop(0))
+
+    def _burst(self, chunks: int) -> int:
+        """How many updates so many chunks are, all pieces of a parameter as one chunk: a layer of large parameters is
+        not to be queued more slowly than it is used up."""
+        if not self._has_pieces:
+            return chunks
+        count = 0
+        for work in self._waiting():
+            chunks -= work.chunk.home == work.chunk.index
+            if chunks < 0:
+                break
+            count += 1
+        return count
 
     def before_backward(self, chunks: Sequence[int]) -> None:
         """Give back the memory that the gradients of these chunks need."""
@@ -108,7 +121,7 @@ class FlowEngine(FlowMemory):
         if self._step is not None:
             for chunk in set(chunks) - self._step.backward:
                 self._step.backward.add(chunk)
-                self._step.backward_bytes += self.chunks[chunk].nbytes // 2
+                self._step.backward_bytes += self.chunks[chunk].so_far // 2
             self._make_room(self._step)
         self.prefetch.backward()
 

@@ -128,9 +128,10 @@ class ReadGuard:
     what moves or converts parameters (`to()`, `cpu()`, `to_empty()`), of the model and of every FSDP2 module in it,
     until all are: a late update must not hit weights that were loaded, nor memory that parameters have left.
 
-    chunk_of: chunk index by sharded parameter. before_read: queues what is missing and returns the events to wait for.
-    before_backward, after_backward: a module's backward is about to begin; all of the model's is over. look_ahead: the
-    host may queue more. None of them may keep the optimizer alive: the model holds on to them until `restore`.
+    chunk_of: by sharded parameter, index of the chunk that updates the last of it. before_read: queues what is missing
+    and returns the events to wait for. before_backward, after_backward: a module's backward is about to begin; all of
+    the model's is over. look_ahead: the host may queue more. None of them may keep the optimizer alive: the model
+    holds on to them until `restore`.
     """
 
     def __init__(

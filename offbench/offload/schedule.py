@@ -22,7 +22,9 @@ class Schedule:
     offloaded: bool
     """False: state stays on the device and nothing moves."""
     chunk_bytes: int = 1 << 30
-    """Cap of one chunk's state; a larger parameter is a chunk alone."""
+    """Cap of one chunk's state; a parameter that exceeds it, but not `cut_above`, is a chunk alone."""
+    whole_bytes: int | None = None
+    """Most state of a parameter that moves whole; None: `chunk_bytes`."""
     resident_bytes: int = 0
     """State that stays on the device: the leading chunks, first in the forward, as far as they fit whole."""
     slots: int | None = 2
@@ -75,12 +77,23 @@ class Schedule:
         when = "deferred" if self.deferred else "synchronous"
         return f"{when}, in host memory" if self.update == "host_memory" else when
 
+    @property
+    def cut_above(self) -> int | None:
+        """A parameter with more state moves and updates in pieces of at most `chunk_bytes`; None: nothing moves."""
+        if not self.offloaded:
+            return None
+        return self.chunk_bytes if self.whole_bytes is None else self.whole_bytes
+
     def in_pieces(self, pieces: int) -> Schedule:
         """The same windows over chunks cut into so many parts: a part updates while the next one still moves, which
-        hides the updates of few slots behind their own copies. A parameter above the cap is a part alone, so unequal
-        parameters take more staging memory than whole chunks do (Qwen3-30B-A3B, 2 slots: 2.4 GiB against 1.8)."""
+        hides the updates of few slots behind their own copies. Of the parameters only those larger than a whole chunk
+        are cut: one that exceeds a part is a part alone, so unequal parameters take more staging memory than whole
+        chunks do (Qwen3-30B-A3B over 8 ranks, 2 slots: 2.4 GiB against 1.8)."""
+        if pieces == 1:
+            return self
         return replace(
             self,
+            whole_bytes=self.cut_above,
             chunk_bytes=max(1, self.chunk_bytes // pieces),
             slots=None if self.slots is None else self.slots * pieces,
             lead=self.lead * pieces,

@@ -25,6 +25,28 @@ class Staged:
         """All of it in one uint8 tensor."""
         return Staged([(0, state)])
 
+    @staticmethod
+    def at_home(chunk: Chunk, memory: torch.Tensor) -> Staged:
+        """A chunk's state where it is kept: in `memory` of the chunk `chunk.home`."""
+        if chunk.piece is None:
+            return Staged.whole(memory)
+        first, second = chunk.spans
+        parts = [memory[start : start + nbytes] for start, nbytes in (first, second)]
+        return Staged([(0, parts[0]), (first[1], parts[1])])
+
+    def parted(self, chunk: Chunk) -> Sequence[tuple[int, torch.Tensor]]:
+        """The parts, cut so that each lies in one range of the memory where the chunk is kept."""
+        if chunk.piece is None:
+            return self.parts
+        border, found = chunk.nbytes // 2, []
+        for at, part in self.parts:
+            left = border - at
+            if 0 < left < part.numel():
+                found += [(at, part[:left]), (border, part[left:])]
+            else:
+                found.append((at, part))
+        return found
+
     def bytes(self, start: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] of the chunk's bytes from `start`; they must lie in one part, as a whole moment does."""
         at, part = self.parts[bisect_right(self._starts, start) - 1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,9 +30,9 @@ Shard = tuple[torch.Tensor, torch.Tensor]
 
 
 class ChunkUpdates:
-    """The updates of one chunk's parameters.
+    """The updates of one chunk's parameters, or of a piece of one.
 
-    AdamW is elementwise, so contiguous tensors are handed over flat.
+    AdamW is elementwise, so contiguous tensors are handed over flat. Those of a parameter in pieces are contiguous.
     """
 
     def __init__(self, chunk: Chunk, members: Sequence[Member], implementation: Implementation) -> None:
@@ -43,6 +44,24 @@ class ChunkUpdates:
         """By position: a member's local shard, its address, and its flat view, which goes when the shard does: where a
         trainer moves the model off the device, nothing here may hold on to its memory."""
         self._cuts: Cuts | None = None
+        self.is_first = chunk.home == chunk.index
+        """False: a later piece of a parameter."""
+        self._slice: slice | None = None
+        """A piece's elements of its parameter."""
+        if chunk.piece is not None:
+            dtype = self.members[0].local.dtype
+            self._slice = slice(chunk.piece.start // dtype.itemsize, chunk.so_far // 2 // dtype.itemsize)
+
+    @property
+    def at_home(self) -> Sequence[Member]:
+        """Members whose moments are in the memory that is kept with this chunk, as they lie there."""
+        if (piece := self.chunk.piece) is None:
+            return self.members
+        return () if piece.start else [replace(self.members[0], moments=(0, piece.whole))]
+
+    def piece_of(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Of its parameter's gradient, contiguous, what belongs to this piece."""
+        return gradient.view(-1)[self._slice]
 
     def work(
         self, present: Mapping[int, Shard], gradients: list[torch.Tensor], hypers: Sequence[Hyper], in_place: bool
@@ -90,8 +109,9 @@ class ChunkUpdates:
         return Work(self.chunk, update, gradients, locals_, calls, run_all)
 
     def shard(self, position: int) -> Shard:
-        """A member's local shard, and the same flat if it is contiguous. FSDP2 may re-lay it at the first forward, and
-        users may swap its memory. Raises OffbenchError where its moments would no longer fit it."""
+        """A member's local shard, and the same flat if it is contiguous; of a parameter in pieces, both are the piece.
+        FSDP2 may re-lay the shard at the first forward, and users may swap its memory. Raises OffbenchError where its
+        moments would no longer fit it."""
         local = self.members[position].local
         known = self._flat.get(position)
         if known is None or known[0]() is not local or known[1] != local.data_ptr():
@@ -103,8 +123,10 @@ class ChunkUpdates:
             flat = local.detach()  # a view of `local` itself would keep it
             if flat.dim() != 1 and flat.is_contiguous():
                 flat = flat.view(-1)
+            if self._slice is not None:
+                flat = flat[self._slice]
             known = self._flat[position] = (self._ref(position, local), local.data_ptr(), flat)
-        return local, known[2]
+        return (local if self._slice is None else known[2]), known[2]
 
     def _ref(self, position: int, local: torch.Tensor) -> weakref.ref[torch.Tensor]:
         """To the shard; the flat view goes with it."""
@@ -125,6 +147,30 @@ class ChunkUpdates:
             counts = [local.numel() for local in locals_]
             self._cuts = Cuts([member.moments for member in self.members], counts, dtypes.pop())
         return self._cuts
+
+
+def updates_of(
+    chunks: Sequence[Chunk],
+    parameters: Sequence[tuple[nn.Parameter, int]],
+    implementation: Implementation,
+    device: torch.device,
+) -> list[ChunkUpdates]:
+    """By chunk, its updates. parameters: theirs, with their param group's index, in the order of their positions.
+    device: where the counters are that the kernels read and count up; each piece has its own."""
+    many = sum(len(chunk.members) for chunk in chunks)
+    counters = iter(torch.zeros(many, dtype=torch.float32, device=device).unbind())
+    first = min((chunk.members[0] for chunk in chunks), default=0)
+    return [
+        ChunkUpdates(
+            chunk,
+            [
+                Member(*parameters[position - first], next(counters), offsets)
+                for position, offsets in zip(chunk.members, chunk.offsets, strict=True)
+            ],
+            implementation,
+        )
+        for chunk in chunks
+    ]
 
 
 def have_gradients(updates: Sequence[ChunkUpdates], chunk: int) -> bool:
@@ -150,6 +196,7 @@ def take_gradients(
     gradients: list[torch.Tensor] = []
     for update in updates:
         present = {}
+        is_first = update.is_first
         for position, member in enumerate(update.members):
             gradient = member.parameter.grad
             if gradient is not None:
@@ -159,9 +206,12 @@ def take_gradients(
                         "support; make it with sparse=False"
                     )
                 present[position] = update.shard(position)
-                parameters.append(member.parameter)
-                gradients.append(gradient_of(member.parameter, gradient))
+                if is_first:
+                    parameters.append(member.parameter)
+                    gradients.append(gradient_of(member.parameter, gradient))
         if present:
+            if is_first and update.chunk.piece is not None:
+                gradients[-1] = gradients[-1].contiguous()
             found.append((update, present))
     counters = [state[parameter]["step"] for parameter in parameters]
     if deferred:
@@ -170,9 +220,12 @@ def take_gradients(
         gradients = own(gradients)
     works, taken = [], 0
     for update, present in found:
-        mine = gradients[taken : taken + len(present)]
+        if update.is_first:
+            taken += len(present)
+        mine = gradients[taken - len(present) : taken]
+        if update.chunk.piece is not None:  # all pieces of a parameter have their part of one gradient
+            mine = [update.piece_of(mine[0])]
         works.append(update.work(present, mine, hypers, in_place(update.chunk)))
-        taken += len(present)
     return works, counters, parameters
 
 

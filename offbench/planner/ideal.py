@@ -11,7 +11,7 @@ from offbench import arms
 from offbench.environment import identity
 from offbench.offload.schedule import Schedule
 from offbench.planner import sources
-from offbench.planner.inputs import FP32, Compute, Layout, Links, of_model, uniform
+from offbench.planner.inputs import FP32, Compute, Layout, Links, uniform
 from offbench.planner.result import Simulated
 from offbench.planner.simulate import simulate
 from offbench.record import RunRecord, Split, TimeParts
@@ -142,12 +142,7 @@ def _inputs(
     if links is None:
         return NO_RATES
     if record.job is None:
-        return (
-            schedule,
-            of_model(presets.find(w.model), mode.world, w.ep, w.layers, schedule.chunk_bytes),
-            compute,
-            links,
-        )
+        return schedule, sources.layout_of(record, schedule), compute, links
     if not record.local_params:
         return NO_SCHEDULE
     layers = sources.told(record, "layers", UNIFORM_LAYERS)

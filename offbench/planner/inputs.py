@@ -167,17 +167,25 @@ class Layout:
         return sum(chunk.nbytes for chunk in self.chunks)
 
 
-def of_model(shape: ModelShape, world: int, ep: int, layers: int, cap: int, moment: int = FP32) -> Layout:
+def of_model(
+    shape: ModelShape,
+    world: int,
+    ep: int,
+    layers: int,
+    cap: int,
+    moment: int = FP32,
+    cut_above: int | None = None,
+) -> Layout:
     """The layout of a preset: embedding, blocks, then norm and head. Every block takes the same time, the embedding
     none, and the head its `Compute.loss`.
 
     cap: bytes of a copy, `Schedule.chunk_bytes`: chunks that move in pieces are cut so already. moment: bytes of one
-    moment of a parameter.
+    moment of a parameter. cut_above: state of a parameter that does not move whole, `Schedule.cut_above`.
     """
     embedding, *rest = shape.other_tensors()
     units = [[embedding], *(list(shape.layer_tensors()) for _ in range(layers)), rest]
     sizes = [[moment * local_numel(*tensor, world, ep) for tensor in unit] for unit in units]
-    return _layout(sizes, (0.0, *(1 / layers for _ in range(layers)), 0.0), cap, moment)
+    return _layout(sizes, (0.0, *(1 / layers for _ in range(layers)), 0.0), cap, moment, cut_above)
 
 
 def local_numel(name: str, shape: tuple[int, ...], world: int, ep: int) -> int:
@@ -201,11 +209,13 @@ def equal_chunks(nbytes: float, count: int) -> Layout:
     return Layout(chunks, tuple(range(count)), (1 / count,) * count)
 
 
-def _layout(units: list[list[int]], shares: tuple[float, ...], cap: int, moment: int) -> Layout:
+def _layout(
+    units: list[list[int]], shares: tuple[float, ...], cap: int, moment: int, cut_above: int | None = None
+) -> Layout:
     """units: bytes of one moment of each parameter, by unit, in the optimizer's order; moment: of one value."""
-    chunks = plan_chunks([nbytes for unit in units for nbytes in unit], cap)
-    home = {position: chunk.index for chunk in chunks for position in chunk.members}
-    last = tuple(max(home[p] for p in positions) for positions in _positions(units))
+    chunks = plan_chunks([nbytes for unit in units for nbytes in unit], cap, cut_above=cut_above)
+    last_of = {position: chunk.index for chunk in chunks for position in chunk.members}
+    last = tuple(max(last_of[p] for p in positions) for positions in _positions(units))
     return Layout(chunks, last, shares, FP32 / (2 * moment))
 
 

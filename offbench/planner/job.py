@@ -44,11 +44,13 @@ class Job:
     """Bytes of one moment of a parameter."""
 
     def cut(self, cap: int) -> Layout:
-        """The state in copies of at most `cap` bytes, larger parameters alone: `Schedule.chunk_bytes`."""
+        """The state in copies of at most `cap` bytes, `Schedule.chunk_bytes`. A larger parameter is a copy alone, or
+        is cut where it exceeds a whole chunk."""
         if self.state is not None:
             return uniform(self.state, self.layers, cap, self.moment)
         assert self.model is not None
-        return of_model(presets.find(self.model), self.world, self.ep, self.layers, cap, self.moment)
+        shape = presets.find(self.model)
+        return of_model(shape, self.world, self.ep, self.layers, cap, self.moment, cut_above=self.chunk_bytes)
 
     @property
     def layout(self) -> Layout:

@@ -16,7 +16,7 @@ from offbench.naming import arm_name
 from offbench.offload.schedule import Schedule
 from offbench.planner import sources
 from offbench.planner.ideal import traced_none
-from offbench.planner.inputs import Compute, Layout, Links, of_model
+from offbench.planner.inputs import Compute, Layout, Links
 from offbench.planner.simulate import simulate
 from offbench.planner.tasks import SmallCopies
 from offbench.record import RunRecord
@@ -83,8 +83,7 @@ def against(records: Sequence[RunRecord]) -> tuple[list[Compared], list[str]]:
             skipped.append(f"{name}: left out, {why or 'no row of arm none with phases and rates for the same job'}")
             continue
         compute, links = basis
-        w, world = record.spec.workload, record.spec.mode.world
-        layout = of_model(presets.find(w.model), world, w.ep, w.layers, schedule.chunk_bytes)
+        layout = sources.layout_of(record, schedule)
         free = simulate(schedule, layout, compute, links).step_s
         simulated = simulate(schedule, layout, compute, links, small_copies_wait=waiting(record))
         step_s, actual_s, traced = simulated.step_s, record.step_s, traced_of(record, records)

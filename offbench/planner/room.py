@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from offbench.offload.chunks import Chunk, least_arena, plan_staging
+from offbench.offload.chunks import Chunk, ends, least_arena, plan_staging
 from offbench.offload.schedule import Schedule
 from offbench.planner.inputs import Layout
 from offbench.planner.policy import Policy, grows, staging_room, written_in_forward
@@ -66,8 +66,7 @@ def make_room(policy: Policy, layout: Layout, moving: Sequence[Chunk]) -> Room:
 
 def resident(layout: Layout, schedule: Schedule) -> int:
     """How many leading chunks never move: those that fit whole into `resident_bytes`."""
-    ends = itertools.accumulate(chunk.nbytes for chunk in layout.chunks)
-    return sum(1 for end in ends if end <= schedule.resident_bytes)
+    return sum(1 for end in ends(layout.chunks) if end <= schedule.resident_bytes)
 
 
 class Ring:

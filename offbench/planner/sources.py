@@ -14,7 +14,7 @@ from offbench.errors import ScheduleError, UsageError
 from offbench.floor import Capacity, Flow, loads
 from offbench.machine_floor import capacities, path
 from offbench.offload.schedule import Schedule
-from offbench.planner.inputs import Compute, Links
+from offbench.planner.inputs import Compute, Layout, Links, of_model
 from offbench.record import RunRecord
 from offbench.topology.links import Rate
 from offbench.topology.model import Machine
@@ -103,6 +103,17 @@ def _told_schedule(record: RunRecord) -> Schedule | None:
         return Schedule(**record.schedule)
     except (TypeError, ScheduleError):  # another version's
         return None
+
+
+def layout_of(record: RunRecord, schedule: Schedule) -> Layout:
+    """State of a row of one of our models, in the chunks it moved in: rows of before large parameters were cut have
+    fewer."""
+    w, world = record.spec.workload, record.spec.mode.world
+    shape, cap = presets.find(w.model), schedule.chunk_bytes
+    layout = of_model(shape, world, w.ep, w.layers, cap, cut_above=schedule.cut_above)
+    if record.chunks in (None, len(layout.chunks)):
+        return layout
+    return of_model(shape, world, w.ep, w.layers, cap)
 
 
 def none_rows(records: Sequence[RunRecord], like: RunRecord) -> list[RunRecord]:

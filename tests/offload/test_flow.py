@@ -635,6 +635,9 @@ def test_pieces_cut_chunks_and_keep_the_windows() -> None:
     whole = Schedule("overlap", offloaded=True, chunk_bytes=1 << 20, slots=4, deferred=True, lead=8, ahead=3)
     cut = whole.in_pieces(4)
     assert (cut.chunk_bytes, cut.slots, cut.lead, cut.ahead) == (1 << 18, 16, 32, 12)
+    assert cut.cut_above == whole.cut_above == 1 << 20, "what fits a chunk is not cut"
+    assert cut.in_pieces(4).cut_above == 1 << 20
+    assert dataclasses.replace(whole, offloaded=False, deferred=False).cut_above is None
     assert whole.in_pieces(1) == whole
     assert dataclasses.replace(whole, slots=None, copy_streams=False, deferred=False).in_pieces(4).slots is None
 

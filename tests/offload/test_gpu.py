@@ -18,7 +18,7 @@ from offbench.offload.streams import DeviceStreams
 from offbench.workload.rehearsal import init_rehearsal
 from tests.offload import sharded
 from tests.offload.test_budget import BUDGETS
-from tests.offload.test_sharded import ARMS, reference
+from tests.offload.test_sharded import ARMS, CUT, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ def compare_all(_: int, world: int, repeat: float, queue: mp.SimpleQueue) -> Non
     torch.use_deterministic_algorithms(True, warn_only=True)
     expected = reference(0, device)
     found = {"A/A": sharded.differences(expected, reference(0, device))}
-    for label, options in ARMS.items():
+    for label, options in {**ARMS, **CUT}.items():
         for attempt in range(2):
             model = sharded.build(device, prefetch=attempt == 0)
             optimizer = sharded.optimizer_of(label.split()[0], model, DeviceStreams(device), **options)

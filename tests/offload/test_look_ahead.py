@@ -95,7 +95,8 @@ def queued(rank: int, arm: str, nest: bool) -> tuple[list[str], list[tuple[str, 
     model = net(nest)
     expected = train(model, torch.optim.AdamW(parameter_groups(model), **sharded.OPTIONS, fused=True), rank)
     model = net(nest)
-    schedule = dataclasses.replace(sharded.schedule_of(arm, lead=1, ahead=4), chunk_bytes=1)  # one parameter a chunk
+    schedule = sharded.schedule_of(arm, lead=1, ahead=4)
+    schedule = dataclasses.replace(schedule, chunk_bytes=1, whole_bytes=1 << 30)  # one parameter a chunk
     streams = AdversarialStreams({"in": "lazy", "update": "lazy", "out": "lazy"})
     optimizer = OffloadedAdamW(
         parameter_groups(model), **sharded.OPTIONS, model=model, schedule=schedule, streams=streams

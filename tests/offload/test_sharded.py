@@ -40,6 +40,16 @@ ARMS = {
 }
 
 
+CUT = {
+    "chunked cut": {"chunk_bytes": 100 << 10, "slots": 2},
+    "overlap cut": {"chunk_bytes": 100 << 10, "slots": 2, "lead": 4, "ahead": 4},
+    "stream cut": {"chunk_bytes": 100 << 10, "staging_bytes": 0, "lead": 4, "ahead": 4},
+    "stream cut resident": {"chunk_bytes": 100 << 10, "lead": 4, "ahead": 4, "state_budget": 2 << 20},
+    "zerocopy cut": {"chunk_bytes": 100 << 10, "lead": 4, "ahead": 4},
+}
+"""Every matrix in pieces."""
+
+
 def reference(rank: int, device: torch.device = CPU, steps: range = range(sharded.STEPS)) -> dict[str, torch.Tensor]:
     model = sharded.build(device)
     optimizer = torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)

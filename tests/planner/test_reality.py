@@ -27,7 +27,14 @@ from offbench.planner.reality import (
 )
 from offbench.planner.result import Span
 from offbench.planner.simulate import simulate
-from offbench.planner.sources import baseline, compute_of_records, links_of_records, none_rows, schedule_of
+from offbench.planner.sources import (
+    baseline,
+    compute_of_records,
+    layout_of,
+    links_of_records,
+    none_rows,
+    schedule_of,
+)
 from offbench.planner.tasks import SmallCopies
 from offbench.record import RunRecord
 from offbench.results_file import read_records
@@ -187,6 +194,16 @@ def test_real_rows_of_two_gpus_are_off_by_slower_copies_or_whole_parameters() ->
         ]
         found = {row.reason for row in against(other)[0] if row.name.startswith("stream")}
         assert found <= {None, UNKNOWN}
+
+
+def test_a_row_is_simulated_in_the_chunks_it_moved_in() -> None:
+    row = next(r for r in read_records([RESULTS / "h200-x2-real.jsonl"]).records if r.spec.arm.name == "stream")
+    schedule = schedule_of(row)
+    assert schedule is not None
+    assert row.chunks == len(layout_of(row, schedule).chunks) == 39  # of before large parameters were cut
+    today = layout_of(row.model_copy(update={"chunks": None}), schedule)
+    assert max(chunk.nbytes for chunk in today.chunks) <= 768 << 20
+    assert layout_of(row.model_copy(update={"chunks": len(today.chunks)}), schedule) == today
 
 
 def test_a_row_of_two_gpus_whose_copies_met_less_than_its_probes_says_so() -> None:

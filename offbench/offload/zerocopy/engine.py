@@ -34,8 +34,8 @@ class ZeroCopyEngine(InOrderEngine):
         super().__init__(*args, **kwargs)
 
     def _plan(self) -> None:
-        moving = [chunk.index for chunk in self.chunks if chunk.index not in self._resident]
-        self._in_place = {index: Staged.whole(self._store.visible(index)) for index in moving}
+        moving = [chunk for chunk in self.chunks if chunk.index not in self._resident]
+        self._in_place = {c.index: Staged.at_home(c, self._store.visible(c.home)) for c in moving}
 
     @property
     def staging_bytes(self) -> int:
