@@ -21,13 +21,15 @@ Note [Who waits for whom]
     compute  out                 staging memory returns to compute only when written back      WRITTEN_BACK
 
 Host bytes that come into the arena, or into gradients' memory, are current without a wait of their own: compute has
-waited for the previous step's write-back before it hands those over.
+waited for the previous step's write-back before it hands those over. So are those that an update reaches where they
+are, since there was no device memory for them.
 Only memory decides what is written back early: a chunk that finds no room has the oldest updated chunks written back.
 No wait is made on the host, and none depends on how far the device has come.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
@@ -40,6 +42,7 @@ from offbench.offload.flow_step import FlowStep
 from offbench.offload.gradients import by_memory
 from offbench.offload.staged import Staged
 from offbench.offload.streams import Event, Why
+from offbench.units import gib
 
 BURST = 1
 """Chunks that one read queues beyond its own: the host has the forward's kernels to launch, and must not stop."""
@@ -204,14 +207,32 @@ class FlowEngine(FlowMemory):
         if work.chunk.index in self._resident:
             self._finish_update(step, work, self._kept(work.chunk))
         else:
-            while work.chunk.index not in step.moved:
-                self._make_place(step, work.chunk)
+            while work.chunk.index not in step.moved and self._make_place(step, work.chunk):
                 self._move_ahead(step)
-            place, loaded = step.moved.pop(work.chunk.index)
-            self._streams.side("update").wait(loaded, Why.LOADED)
-            self._finish_update(step, work, place.state)
-            self._keep_staged(step, work.chunk, place)
+            if moved := step.moved.pop(work.chunk.index, None):
+                place, loaded = moved
+                self._streams.side("update").wait(loaded, Why.LOADED)
+                self._finish_update(step, work, place.state)
+                self._keep_staged(step, work.chunk, place)
+            else:
+                self._update_at_home(step, work)
         self._go_on(step)
+
+    def _update_at_home(self, step: FlowStep, work: Work) -> None:
+        """The forward left no memory for a chunk's state: the update reaches it in host memory, slowly."""
+        chunk, updates = step.to_move.popleft(), self._streams.side("update")
+        assert chunk is work.chunk, "chunks move in the order of their updates"
+        warnings.warn(
+            f"no device memory for {gib(chunk.nbytes)} GiB of optimizer state: updated in host memory, which is slow; "
+            "lower the state budget or loss_bytes",
+            UserWarning,
+            stacklevel=2,
+        )
+        begin = updates.record() if self.ledger.keep else None
+        self._finish_update(step, work, Staged.at_home(chunk, self._store.visible(chunk.home)))
+        self._written_back[chunk.index] = end = self._updated[chunk.index]  # until then nothing else may read it there
+        self.ledger.copied("in", chunk.nbytes, begin, end)
+        self.ledger.copied("out", chunk.nbytes, begin, end)
 
     def _go_on(self, step: FlowStep) -> None:
         """Something was updated: what that frees holds state, or goes back."""

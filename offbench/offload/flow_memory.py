@@ -23,6 +23,7 @@ from offbench.offload.prefetch import Prefetch
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged, segments
 from offbench.offload.streams import Event, Streams, Why
+from offbench.offload.zerocopy.support import is_reachable
 
 
 class FlowMemory(Engine):
@@ -91,13 +92,20 @@ class FlowMemory(Engine):
             if is_last or self._extents.passed(extent) or self._allowance.loan_is_due(step):
                 self._give_back(extent)
 
-    def _make_place(self, step: FlowStep, chunk: Chunk) -> None:
-        """There is no room for a chunk: write back the oldest updated one, or else take memory anew."""
+    def _make_place(self, step: FlowStep, chunk: Chunk) -> bool:
+        """There is no room for a chunk: write back the oldest updated one, or else take memory anew. False: there is
+        none, but the device reaches the state in host memory."""
         if step.staged:
             self._write_back(*step.staged.popleft())
-        else:
-            sizes = [nbytes for _, nbytes in self._segments[chunk.index]]
+            return True
+        sizes = [nbytes for _, nbytes in self._segments[chunk.index]]
+        try:
             step.arena.append(self.add_extent(sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes)))
+        except torch.OutOfMemoryError:
+            if not is_reachable(self._store):
+                raise
+            return False
+        return True
 
     def _keep_staged(self, step: FlowStep, chunk: Chunk, place: Place) -> None:
         """An updated chunk stays until memory asks for it, unless its own memory is to go back."""

@@ -102,6 +102,11 @@ class HostStore:
         """uint8 [bytes of the chunk], at the same address for good."""
         return self._chunks[index]
 
+    @property
+    def device(self) -> torch.device:
+        """Whose kernels the state is for."""
+        return self._device if self._device is not None else torch.device("cpu")
+
     def visible(self, index: int) -> torch.Tensor:
         """The chunk as a tensor of the device, whose kernels reach it over the link; on the CPU the chunk itself."""
         chunk = self._chunks[index]

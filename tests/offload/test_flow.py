@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from offbench.offload import OffloadedAdamW
+from offbench.offload import OffloadedAdamW, flow_memory
 from offbench.offload.adversary import AdversarialEvent, AdversarialStreams
 from offbench.offload.allowance import Allowance
 from offbench.offload.chunks import ALIGNMENT, Chunk, plan_chunks
@@ -27,6 +30,7 @@ from offbench.offload.hoststore import HostStore
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged, segments
 from offbench.offload.streams import DeviceStreams, Why
+from offbench.verify.trainees import wrapped_mlp
 from tests.offload import sharded, trainer
 from tests.offload.trainer import stream
 from tests.ranks import on_ranks
@@ -712,3 +716,88 @@ def test_the_least_arena_serves_a_step_that_leaves_chunks_out(left_out: set[int]
     assert arena == 8 * (1024 + 512)
     assert peak <= arena
     assert done == 2 * [chunk.index for chunk in chunks if chunk.index not in left_out]
+
+
+class Full(AdversarialStreams):
+    """A device whose memory is gone while a forward runs, but for what the engine holds."""
+
+    is_full = False
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if self.is_full:
+            raise torch.OutOfMemoryError("none left")
+        return super().allocate(nbytes)
+
+
+def trained(rank: int, streams: Full, optimizer_of: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
+    """Four steps, the second and third with a full device in their forward."""
+    model = wrapped_mlp(init_device_mesh("cpu", (2,)), torch.device("cpu"), torch.bfloat16, 3, 64)
+    optimizer = optimizer_of(model)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        streams.is_full = step in (1, 2)
+        loss = model(torch.randn(4, 64, generator=generator))
+        streams.is_full = False
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def full_forwards(rank: int) -> tuple[list[str], int]:
+    """Differences to plain AdamW where every other chunk finds no place in the forward, accesses that nothing orders,
+    and what else is not as it must be; and how many chunks were said to be updated in host memory."""
+    streams = Full({"in": "lazy", "update": "eager", "out": "lazy"})
+    schedule = sharded.schedule_of("stream", lead=1, ahead=1, chunk_bytes=16 << 10)
+
+    def offloaded(model: nn.Module) -> OffloadedAdamW:
+        optimizer = OffloadedAdamW(
+            model.parameters(), **sharded.OPTIONS, model=model, schedule=schedule, streams=streams
+        )
+        engine: Any = optimizer._engine
+        stage = engine.stage
+        engine.stage = lambda chunk: None if streams.is_full and chunk.index % 2 else stage(chunk)
+        return optimizer
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plain = trained(
+            rank, Full(), lambda model: torch.optim.AdamW(model.parameters(), **sharded.OPTIONS, fused=True)
+        )
+        model, optimizer = trained(rank, streams, offloaded)
+    wrong = sharded.differences(sharded.snapshot(*plain), sharded.snapshot(model, optimizer))
+    moved = optimizer.ledger.in_bytes, optimizer.ledger.out_bytes
+    wrong += ["moved"] * (moved != (4 * optimizer.bytes_per_step, 4 * optimizer.bytes_per_step))
+    said = [str(one.message) for one in caught if "updated in host memory, which is slow" in str(one.message)]
+    return wrong + streams.order.violations, len(said)
+
+
+def test_a_forward_that_left_no_memory_has_state_updated_where_it_is() -> None:
+    for wrong, said in on_ranks(2, full_forwards):
+        assert wrong == []
+        assert said >= 4
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_state_that_finds_no_memory_is_updated_at_home_if_the_device_reaches_it(
+    monkeypatch: pytest.MonkeyPatch, reachable: bool
+) -> None:
+    chunks, streams, done = plan_chunks([4096] * 4, 8192), Full(), []
+    engine = FlowEngine(chunks, HostStore([8192] * 4), dataclasses.replace(stream(), lead=1), streams, Copier())
+    monkeypatch.setattr(flow_memory, "is_reachable", lambda store: reachable)
+    engine.step([Work(c, lambda state, c=c: done.append((c.index, state)), [torch.zeros(1024)], []) for c in chunks])
+    streams.is_full, stage = True, engine.stage
+    engine.stage = lambda chunk: None if chunk.index == 3 else stage(chunk)
+    if not reachable:
+        with pytest.raises(torch.OutOfMemoryError, match="none left"):
+            engine.before_read([3])
+        return
+    with pytest.warns(
+        UserWarning, match=r"no device memory for 0\.000 GiB of optimizer state: updated in host memory"
+    ):
+        engine.before_read([3])
+    engine.drain()
+    assert [index for index, _ in done] == [0, 1, 2, 3]
+    assert engine._written_back[3] is engine._updated[3], "what reads the host's bytes waits for that"
+    assert streams.order.violations == []
+    assert engine.ledger.in_bytes == engine.ledger.out_bytes == 4 * 8192

@@ -90,6 +90,47 @@ def test_delays_and_churned_memory_change_no_bit(alone: Alone) -> None:
     assert {name: differs for name, differs in found.items() if differs} == {}
 
 
+def full(device: torch.device, steps: int) -> tuple[str | None, int]:
+    """First difference to torch's AdamW where every other chunk finds no memory in the forward, and how often that was
+    said."""
+    empty(device)
+    trainee = build(FEWER, 0, device)
+    reference = plain(trainee)
+    steps_of(trainee, reference, device, range(steps))
+    expected: Snapshot = snapshot(trainee.model, reference)
+    (variant,) = (one for one in variants([]) if one.name == "stream")
+    trainee = build(FEWER, 0, device)
+    optimizer = offloaded(trainee, variant, device, 0)
+    engine: Any = optimizer._engine
+    stage, allocate, forwards = engine.stage, engine._streams.allocate, []
+
+    def refuse(nbytes: int) -> torch.Tensor:
+        if forwards:
+            raise torch.OutOfMemoryError("none left")
+        memory: torch.Tensor = allocate(nbytes)
+        return memory
+
+    engine.stage = lambda chunk: None if forwards and chunk.index % 2 else stage(chunk)
+    engine._streams.allocate = refuse
+    trainee.model.register_forward_pre_hook(lambda *_: forwards.append(True))
+    trainee.model.register_forward_hook(lambda *_: forwards.clear())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps_of(trainee, optimizer, device, range(steps))
+    differs = first_difference(expected, snapshot(trainee.model, optimizer))
+    optimizer.detach()
+    said = [str(one.message) for one in caught if "updated in host memory, which is slow" in str(one.message)]
+    return differs and differs.describe(), len(said)
+
+
+@DEVICES
+def test_state_that_finds_no_memory_in_a_forward_is_updated_where_it_is(alone: Alone) -> None:
+    steps = 20 if alone.kind == "cuda" else 4
+    differs, said = alone(full, steps)
+    assert differs is None
+    assert said >= steps - 1
+
+
 def held(device: torch.device, warmup: int, steps: int) -> dict[str, list[int]]:
     found = {}
     for seed, variant in enumerate(variants([])):

@@ -40,6 +40,14 @@ def in_host_memory(
     return dataclasses.replace(schedule, update="device")
 
 
+def is_reachable(store: HostStore) -> bool:
+    """Whether kernels reach that memory where it is, through `HostStore.visible`."""
+    device = store.device
+    return device.type == "cpu" or (
+        device.type == "cuda" and torch.version.cuda is not None and maps_host_memory(device)
+    )
+
+
 def _not_in_host_memory(device: torch.device, implementation: str, parameters: Sequence[torch.Tensor]) -> str | None:
     if device.type == "cpu":
         return None
