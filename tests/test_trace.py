@@ -202,12 +202,16 @@ def test_text_and_json_tell_the_same(capsys: pytest.CaptureFixture[str], tmp_pat
     assert (held["small_h2d"], held["small_in"]["unlaunched"], len(held["streams"])) == (1.5, 1, 4)
     assert main(["trace", str(SYNTHETIC)]) == 0
     said = capsys.readouterr().out
-    assert "1 GPU, 2 steps" in said
+    assert "1 GPU, 2 steps, 0.003 s of device work; all figures of what they launched" in said
     assert "bulk copies out: 1, 1.0 GiB in 0.001 s, 1000.0 GiB/s" in said
     assert "small copies in (below 4MiB): 3, 1.5 a step, 1 launched before the trace began; waited 0.001 s" in said
     assert "compute idle while a small copy waited: 0.002 s" in said
     assert main(["trace", str(SYNTHETIC), "--small", "100B", "--steps", "1"]) == 0
     assert "small copies in (below 100B): none" in capsys.readouterr().out
+    unmarked = tmp_path / "unmarked.json"
+    unmarked.write_text(json.dumps([event for event in EVENTS if not event["name"].startswith("ProfilerStep")]))
+    assert main(["trace", str(unmarked), "--steps", "2"]) == 0
+    assert "1 GPU, 2 steps, 0.003 s of device work; all figures of the whole trace" in capsys.readouterr().out
 
 
 def test_the_bare_list_of_events_is_a_trace_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

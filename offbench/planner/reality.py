@@ -208,11 +208,11 @@ def _shared(record: RunRecord, links: Links, own: Links, own_s: float) -> str | 
 
 
 def _large(record: RunRecord, schedule: Schedule, layout: Layout, simulated_s: float) -> str | None:
-    """A parameter with more state than a chunk has before it is cut into pieces, where staging is of many extents: its
-    moments wait for one of that size, by up to a tenth of a step in what was seen."""
+    """A parameter of before such ones were cut, where staging is of many extents: its moments wait for one of that
+    size, by up to a tenth of a step in what was seen."""
     largest = max((chunk.nbytes for chunk in layout.chunks), default=0)
-    small = largest <= schedule.chunk_bytes * (record.spec.arm.pieces or 1)
-    if small or schedule.write_back != "backward" or record.step_s is None:
+    fits = schedule.cut_above is None or largest <= schedule.cut_above
+    if fits or schedule.write_back != "backward" or record.step_s is None:
         return None
     if not 0.9 * record.step_s < simulated_s < record.step_s:
         return None
