@@ -6,6 +6,7 @@ import re
 import statistics
 from pathlib import Path
 
+from offbench.planner.reality import against
 from offbench.record import RunRecord
 from offbench.results_file import read_records
 from offbench.units import GIB
@@ -13,16 +14,18 @@ from offbench.units import GIB
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "two-gpus.md").read_text()
 RECORDS = [r for r in read_records([ROOT / "results" / "h200-x2-real.jsonl"]).records if r.status == "ok"]
+CUT = [r for r in read_records([ROOT / "results" / "h200-x2-cut.jsonl"]).records if r.status == "ok"]
 
 
-def steps(arm: str, kind: str, numa: bool = False) -> list[float]:
-    chosen = [r for r in RECORDS if (r.spec.arm.name, r.spec.mode.kind, r.spec.arm.numa) == (arm, kind, numa)]
+def steps(arm: str, kind: str, numa: bool = False, records: list[RunRecord] = RECORDS) -> list[float]:
+    chosen = [r for r in records if (r.spec.arm.name, r.spec.mode.kind, r.spec.arm.numa) == (arm, kind, numa)]
     return sorted(r.step_s for r in chosen if r.step_s is not None)
 
 
 def test_real_and_rehearsed_steps_are_those_of_the_records() -> None:
     none, rehearsed_none = statistics.median(steps("none", "real")), steps("none", "rehearsal")[0]
-    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \(([\d.]+)-([\d.]+)\) \| (.*) \|$", PAGE, re.MULTILINE)
+    page = PAGE[: PAGE.index("## With large parameters")]
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \(([\d.]+)-([\d.]+)\) \| (.*) \|$", page, re.MULTILINE)
     assert [row[0] for row in rows] == ["none", "main", "chunked", "overlap", "stream"]
     for arm, *real, rest in rows:
         found = steps(arm, "real")
@@ -39,6 +42,25 @@ def test_real_and_rehearsed_steps_are_those_of_the_records() -> None:
     )
     assert f"{bound} s" in " ".join(PAGE.split())
     assert f"A step of `none` is {none - rehearsed_none:.3f} s longer with it" in " ".join(PAGE.split())
+
+
+def test_steps_with_large_parameters_in_pieces_are_those_of_the_records() -> None:
+    page = PAGE[PAGE.index("## With large parameters") : PAGE.index("## What bounds")]
+    rows = re.findall(r"^\| (\w+) \| (.*) \| ([\d.]+) \| ([\d.-]+) \| ([\d.-]+) \|$", page, re.MULTILINE)
+    assert [row[0] for row in rows] == ["none", "stream", "overlap", "zerocopy"]
+    none = statistics.median(steps("none", "real", records=CUT))
+    none_before = statistics.median(steps("none", "real"))
+    for arm, said, ratio, ideal, before in rows:
+        found = steps(arm, "real", records=CUT)
+        step_s = statistics.median(found)
+        assert said == f"{step_s:.3f}" + (f" ({found[0]:.3f}-{found[-1]:.3f})" if len(found) == 3 else "")
+        assert ratio == f"{step_s / none:.2f}"
+        simulated = [row.simulated_s for row in against(CUT)[0] if row.name.startswith(arm)]
+        assert ideal == ("-" if arm == "none" else f"{statistics.median(simulated):.3f}")
+        assert before == (f"{statistics.median(steps(arm, 'real')) / none_before:.2f}" if steps(arm, "real") else "-")
+    rates = sorted(both_ways(r) for r in CUT if r.spec.arm.name == "zerocopy")
+    first, second, third = (f"{rate:.1f}" for rate in rates)
+    assert f"moved {first}, {second} and {third} GiB/s a GPU both ways" in " ".join(PAGE.split())
 
 
 def both_ways(record: RunRecord) -> float:

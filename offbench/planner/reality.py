@@ -16,7 +16,7 @@ from offbench.naming import arm_name
 from offbench.offload.schedule import Schedule
 from offbench.planner import sources
 from offbench.planner.ideal import traced_none
-from offbench.planner.inputs import Compute, Layout, Links
+from offbench.planner.inputs import IN_PLACE, Compute, Layout, Links
 from offbench.planner.simulate import simulate
 from offbench.planner.tasks import SmallCopies
 from offbench.record import RunRecord
@@ -37,6 +37,7 @@ UNSTEADY = "the machine was not steady: its steps took"
 LAUNCHES = "the host launched late: in traced steps compute had nothing queued for"
 SHARED = "its ranks probe the link at the same moment, and copies of its job met less: both ways they made"
 SLOWER = "its copies were slower than its launch probed: both ways, from first to last, they made"
+KERNELS = "its updates moved their own state, both ways, at"
 LARGE = "state of one parameter moves whole; that it takes staging in one piece is not simulated:"
 
 
@@ -96,7 +97,7 @@ def against(records: Sequence[RunRecord]) -> tuple[list[Compared], list[str]]:
                 _unbound(record, remote.step_s),
                 _launches(record, step_s, traced),
                 _unsteady(record, step_s),
-                _shared(record, links, own, at_own_rate.step_s),
+                _shared(record, links, own, at_own_rate.step_s, schedule.update == "host_memory"),
                 _large(record, schedule, layout, step_s),
             )
             reason = next((one for one in reasons if one), UNKNOWN)
@@ -181,10 +182,13 @@ def _own_rate(record: RunRecord, schedule: Schedule, records: Iterable[RunRecord
     """The links of a row of several ranks, both ways as fast as copies ran while it trained, where its launch probed
     something else: slower, if its own copies all ran both ways at once and say so, or else the fastest of its job in
     that file, which met less. A row that copies one way after the other says less of both ways than one that does not.
+    Of `zerocopy` those at which updates in host memory are as fast as its own were.
     """
+    own = _both_ways(record)
+    if schedule.update == "host_memory":  # no copy: the share of the link that its kernels had is its own
+        return links if own is None else Links.of(links.into, links.out, own / IN_PLACE)
     if record.spec.mode.nproc < 2 or record.source == "published":
         return links
-    own = _both_ways(record)
     at_once = schedule.copy_streams and not schedule.deferred
     if own is not None and at_once and own < links.both:
         return Links.of(links.into, links.out, own)
@@ -199,10 +203,14 @@ def _both_ways(record: RunRecord) -> float | None:
     return nbytes / moved.copy_busy_s if moved.copy_busy_s else None
 
 
-def _shared(record: RunRecord, links: Links, own: Links, own_s: float) -> str | None:
-    """Ranks that share a way to host memory, if the row is met at the rate that copies really had."""
+def _shared(record: RunRecord, links: Links, own: Links, own_s: float, in_place: bool) -> str | None:
+    """Ranks that share a way to host memory, if the row is met at the rate that copies, or updates in host memory,
+    really had."""
     if own == links or record.step_s is None or abs(own_s / record.step_s - 1) > CLOSE:
         return None
+    if in_place:
+        rates = f"{own.in_place / GIB:.1f} GiB/s of a GPU and not {links.in_place / GIB:.1f}"
+        return f"{KERNELS} {rates}, at which it takes {own_s:.3f} s"
     rates = f"{own.both / GIB:.1f} GiB/s of a GPU and not {links.both / GIB:.1f}"
     return f"{SHARED if own.both > links.both else SLOWER} {rates}, at which it takes {own_s:.3f} s"
 

@@ -15,6 +15,7 @@ from offbench.planner.ideal import policy_ideal
 from offbench.planner.inputs import of_model
 from offbench.planner.reality import (
     CLOSE,
+    KERNELS,
     LARGE,
     LAUNCHES,
     SHARED,
@@ -204,6 +205,17 @@ def test_a_row_is_simulated_in_the_chunks_it_moved_in() -> None:
     today = layout_of(row.model_copy(update={"chunks": None}), schedule)
     assert max(chunk.nbytes for chunk in today.chunks) <= 768 << 20
     assert layout_of(row.model_copy(update={"chunks": len(today.chunks)}), schedule) == today
+
+
+def test_a_row_whose_updates_had_more_of_the_link_than_others_says_so() -> None:
+    records = read_records([RESULTS / "h200-x2-cut.jsonl"]).records
+    rows = [row for row in against(records)[0] if row.reason]
+    (fast,) = rows
+    assert fast.name.startswith("zerocopy")
+    assert fast.reason == f"{KERNELS} 67.0 GiB/s of a GPU and not 54.8, at which it takes 2.259 s"
+    assert fast.actual_s == pytest.approx(2.259, rel=0.002)
+    slow = [r.model_copy(update={"step_s": 3.0}) if r.step_s == fast.actual_s else r for r in records]
+    assert UNKNOWN in {row.reason for row in against(slow)[0]}
 
 
 def test_a_row_of_two_gpus_whose_copies_met_less_than_its_probes_says_so() -> None:
