@@ -113,10 +113,14 @@ def test_rows_of_stream_against_a_bound_and_ideals_that_know_the_loss() -> None:
     assert 0.004 < sorted(left)[2] < max(left) < 0.058
 
 
-def test_rows_of_the_eighth_version() -> None:
-    files = [of("stream-sixth"), of("stream-seventh"), of("stream-eighth")]
+EIGHTH = [of("stream-sixth"), of("stream-seventh"), of("stream-eighth")]
+NINTH = [of("stream-ninth"), of("stream-ninth-auto")]
+
+
+@pytest.mark.parametrize(("name", "files"), [("eighth version", EIGHTH), ("ninth version", NINTH)])
+def test_rows_of_the_latest_versions(name: str, files: list[list[RunRecord]]) -> None:
     rows = [(r, file) for file in files for r in file if r.spec.arm.name == "stream" and r.status == "ok"]
-    for line, (record, file) in zip(table("eighth version"), rows, strict=True):
+    for line, (record, file) in zip(table(name), rows, strict=True):
         nones = [r for r in file if r.spec.arm.name == "none"]
         held, _, needed, _, took, *_, peak = figures(record, nones[0])
         forward, _, clip, step = phases(nones[0])
@@ -127,8 +131,23 @@ def test_rows_of_the_eighth_version() -> None:
         assert host
         found = [held, took, took / none, took - none, bound, ideal.step_s - none, took - ideal.step_s]
         assert all(map(same, line, [*found, phases(record)[-1], host, peak])), (line, found)
-    (invalid,) = (r for file in files for r in file if r.status == "invalid")
-    assert f"({invalid.step_s:.3f} s) is invalid" in " ".join(NOTES.split())
+    for record in (r for file in files for r in file if r.status == "invalid"):
+        assert f"({record.step_s:.3f} s) is invalid" in " ".join(NOTES.split())
+
+
+def test_what_is_said_of_the_ninth_version() -> None:
+    prose, (linked, (none, auto)) = " ".join(NOTES.split()), NINTH
+    above = [
+        (r.step_s or 0.0) - ideal.step_s
+        for r in linked
+        if r.spec.arm.name == "overlap" and (ideal := policy_ideal(r, [n for n in linked if n.spec.arm.name == "none"]))
+    ]
+    assert "whose rows are {:.3f} and {:.3f} s from theirs".format(*above) in prose
+    (forward, _, _, adamw), (longer, _, _, step) = phases(none), phases(auto)
+    assert f"for {adamw - step:.3f} s less" in prose
+    assert f"takes {longer - forward:.3f} s longer" in prose
+    moving = 1 - (auto.state_budget_bytes or 0) / (ADAMW_BYTES * (auto.local_params or 1))
+    assert f"{moving * adamw:.3f} s of which are the updates that moved there" in prose
 
 
 def test_slots_of_overlap() -> None:
