@@ -140,7 +140,8 @@ def test_what_is_said_of_the_ninth_version() -> None:
     above = [
         (r.step_s or 0.0) - ideal.step_s
         for r in linked
-        if r.spec.arm.name == "overlap" and (ideal := policy_ideal(r, [n for n in linked if n.spec.arm.name == "none"]))
+        if r.spec.arm.name == "overlap"
+        and (ideal := policy_ideal(r, [n for n in linked if n.spec.arm.name == "none"]))
     ]
     assert "whose rows are {:.3f} and {:.3f} s from theirs".format(*above) in prose
     (forward, _, _, adamw), (longer, _, _, step) = phases(none), phases(auto)
