@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offbench.errors import OffbenchError
-from offbench.offload import fsdp
+from offbench.offload import fsdp, meanwhile
 from offbench.offload.budget import leading, relocate
 from offbench.offload.chunks import Chunk, plan_chunks
 from offbench.offload.copies import Ledger
@@ -103,7 +103,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._taken: list[nn.Parameter] = []
         """Parameters whose gradients the last step() took, until they are zeroed."""
         self._engine: Engine | None = None
-        self._finalizer: weakref.finalize[[Engine, fsdp.ReadGuard], OffloadedAdamW] | None = None
+        self._finalizer: weakref.finalize[[Engine, fsdp.ReadGuard, Callable[[], None]], OffloadedAdamW] | None = None
         self._debug = debug
         self._lay_out(trained)
 
@@ -177,7 +177,8 @@ class OffloadedAdamW(torch.optim.AdamW):
                 engine.look_ahead,
                 engine.after_backward,
             )
-            self._finalizer = weakref.finalize(self, _end, engine, guard)
+            withdraw = meanwhile.offer(engine.queue_more)
+            self._finalizer = weakref.finalize(self, _end, engine, guard, withdraw)
             self._finalizer.atexit = False
 
     @torch.no_grad()
@@ -360,6 +361,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         )
 
 
-def _end(engine: Engine, guard: fsdp.ReadGuard) -> None:
+def _end(engine: Engine, guard: fsdp.ReadGuard, withdraw: Callable[[], None]) -> None:
     engine.drain()
     guard.restore()
+    withdraw()

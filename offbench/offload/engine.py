@@ -64,6 +64,8 @@ class Engine(ABC):
         """Whether all gradients of a chunk are there."""
         self._furthest = -1
         """Last chunk that this step's forward has asked for."""
+        self._waits = self._waited = False
+        """Whether the host has waited in this step, and in the one before, and asked for more then."""
         self._host_parts: dict[tuple[int, int, int], torch.Tensor] = {}
         self._always: dict[int, Staged] = {}
         """Resident state that was used, by chunk."""
@@ -91,7 +93,18 @@ class Engine(ABC):
     def look_ahead(self, at_leisure: bool = False) -> None:
         """Queue updates until `ahead` chunks are queued in front of what the forward has asked for. at_leisure: the
         host has time, for the device is busy with what was queued before."""
-        self._queue(self._up_to(self._furthest + self.schedule.ahead))
+        if not self._waited:
+            self._queue(self._up_to(self._furthest + self.schedule.ahead))
+
+    def queue_more(self) -> bool:
+        """The host waits for the device: queue one update of those that may be queued ahead, if there is one. Where it
+        does, that is when updates are queued ahead."""
+        self._waits = True
+        waiting = self._waiting()
+        if not waiting or waiting[0].chunk.index > self._furthest + self.schedule.ahead:
+            return False
+        self._queue(1)
+        return True
 
     def before_backward(self, chunks: Sequence[int]) -> None:  # noqa: B027 - most engines have nothing to do then
         """Called before the backward of the modules that these chunks' parameters belong to."""
@@ -127,6 +140,7 @@ class Engine(ABC):
     def _count_step(self) -> None:
         self.ledger.step += 1
         self._furthest = -1
+        self._waited, self._waits = self._waits, False
 
     def _up_to(self, chunk: int) -> int:
         """How many updates are owed up to and with this chunk."""

@@ -96,13 +96,28 @@ class FlowEngine(FlowMemory):
 
     def look_ahead(self, at_leisure: bool = False) -> None:
         """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""
-        most = self._burst(BURST_AT_LEISURE if at_leisure else BURST)
-        self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
-        self._return_state(BURST_BACK)
+        if not self._waited:
+            most = self._burst(BURST_AT_LEISURE if at_leisure else BURST)
+            self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
+            self._return_state(BURST_BACK)
         self._return_arena()
         self.prefetch.shrink()
         while self._step is not None and self._step.arrived and self._allowance.is_crowded():
             self._give_back(self._step.arrived.pop(0))
+
+    def queue_more(self) -> bool:
+        """As any engine's; resident state a kernel at a time, and behind the last update write-back."""
+        step = self._step
+        if step is None or not (step.waiting or step.staged):
+            return False
+        self._waits = True
+        if not step.waiting:
+            self._return_state(1)
+        elif works := self._kept_together(step, len(step.waiting)):
+            self._queue_kept(step, works)
+        else:
+            return super().queue_more()
+        return True
 
     def _burst(self, chunks: int) -> int:
         """How many updates so many chunks are, all pieces of a parameter as one chunk: a layer of large parameters is

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offbench.offload import meanwhile
 from offbench.offload.readback import Mailbox, Way
 from offbench.workload.kernels import Kernels
 from offbench.workload.presets import ModelShape
@@ -237,7 +238,7 @@ class ExpertParallel:
         """Send rows to their experts' ranks, through the experts, and back into the same order."""
         assert plan.into is not None and plan.back is not None and plan.splits is not None  # noqa: PT018
         if plan.ready is not None:
-            plan.ready.synchronize()
+            meanwhile.wait(plan.ready)
         send, receive = plan.splits.tolist()
         into, back = plan.into[: sum(receive)], plan.back[: sum(receive)]
         rows = all_to_all(rows, send, receive, self.group)

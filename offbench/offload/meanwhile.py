@@ -1,0 +1,48 @@
+"""What the host does while it waits for the device.
+
+A trainer whose forward reads something back, as the expert counts of every layer, holds the host until the device has
+got that far. To queue a layer's deferred updates takes the host time, too. In such a wait that costs the step nothing;
+anywhere else it may delay the forward's own kernels. How much fits is known only while the host waits, so little is
+queued at a time. Trainers that wait by other means lose nothing but that: updates are queued where gathers need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+QueueMore = Callable[[], bool]
+"""Queues a little; returns whether there was anything to queue."""
+
+
+class Awaited(Protocol):
+    """An event of a device, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has got there."""
+
+    def synchronize(self) -> None:
+        """Hold the host until it has."""
+
+
+_offers: list[QueueMore] = []
+
+
+def offer(queue_more: QueueMore) -> Callable[[], None]:
+    """Have it called in waits from now on; returns what ends that."""
+    _offers.append(queue_more)
+
+    def withdraw() -> None:
+        _offers[:] = [other for other in _offers if other is not queue_more]
+
+    return withdraw
+
+
+def wait(event: Awaited) -> None:
+    """Hold the host until `event` has passed, as `event.synchronize()` does; until then optimizers queue updates.
+
+    Call it with the stream current that the model computes on. Raises whatever they raise.
+    """
+    while not event.query() and any(queue_more() for queue_more in list(_offers)):
+        pass
+    event.synchronize()

@@ -1,0 +1,202 @@
+"""Updates queued while the host waits for the device: all of them once, no bit changed, and none queued elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+
+import pytest
+import torch
+
+from offbench.offload import OffloadedAdamW, meanwhile
+from offbench.offload.adversary import AdversarialStreams
+from offbench.offload.engine import Engine
+from offbench.offload.schedule import Schedule
+from tests.offload import sharded, trainer
+from tests.offload.test_look_ahead import net, parameter_groups, train
+from tests.offload.trainer import stream
+from tests.ranks import on_ranks
+
+OVERLAP = Schedule("overlap", offloaded=True, chunk_bytes=trainer.CAP, slots=2, deferred=True, lead=1, ahead=99)
+SCHEDULES = {
+    "stream": stream(lead=1, ahead=99),
+    "stream, some of it resident": stream(lead=1, ahead=99, resident_bytes=3 * trainer.CAP),
+    "overlap": OVERLAP,
+    "zerocopy": dataclasses.replace(OVERLAP, name="zerocopy", update="host_memory"),
+}
+
+
+class Passes:
+    """An event that has passed when it is asked for the `after`-th time."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+        self.waited = False
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+def test_it_asks_for_more_until_the_event_has_passed_or_there_is_no_more() -> None:
+    asked: list[str] = []
+
+    def more(name: str, there_is: int):
+        left = [there_is]
+
+        def queue_more() -> bool:
+            asked.append(name)
+            left[0] -= 1
+            return left[0] >= 0
+
+        return queue_more
+
+    withdraw = [meanwhile.offer(more("first", 2)), meanwhile.offer(more("second", 1))]
+    try:
+        for after in (0, 1):
+            event = Passes(after)
+            meanwhile.wait(event)
+            assert event.waited
+            assert asked == ["first"] * after
+        event = Passes(99)
+        meanwhile.wait(event)
+        assert asked == ["first", "first", "first", "second", "first", "second"], "the second once the first is done"
+        assert (event.waited, event.left) == (True, 99 - 3)
+    finally:
+        for each in withdraw:
+            each()
+    meanwhile.wait(Passes(5))
+    assert len(asked) == 6, "withdrawn"
+
+
+def queued(schedule: Schedule, more: int) -> tuple[trainer.Result, list[tuple[str, int]], list[str]]:
+    """What a run comes to whose every read is followed by a wait in which the host asks so often for more; what queued
+    how many updates, in its last two steps; and broken orders."""
+    streams = AdversarialStreams({"in": "lazy", "update": "lazy", "out": "lazy"})
+    calls: list[tuple[str, int]] = []
+
+    def watch(engine: Engine) -> None:
+        before_read, look_ahead, step = engine.before_read, engine.look_ahead, engine.step
+
+        def left() -> int:
+            return len(engine._waiting())
+
+        def spy_ahead(at_leisure=False) -> None:
+            there = left()
+            look_ahead(at_leisure)
+            calls.append(("ahead", there - left()))
+
+        def spy_read(chunks, look_ahead=True):
+            there, needed = left(), engine._up_to(max(chunks))
+            events = before_read(chunks, look_ahead=False)
+            calls.append(("read", there - left()))
+            assert there - left() == needed
+            spy_ahead()
+            for _ in range(more):
+                there = left()
+                any_more = engine.queue_more()
+                calls.append(("wait", there - left()))
+                if not any_more:
+                    break
+            return events
+
+        def spy_step(works) -> None:
+            calls.append(("step", 0))
+            step(works)
+
+        engine.before_read, engine.look_ahead, engine.step = spy_read, spy_ahead, spy_step  # type: ignore[method-assign]
+
+    result = trainer.run(schedule, streams, watch)
+    last = [at for at, (kind, _) in enumerate(calls) if kind == "step"][-2]
+    return result, calls[last:], streams.order.violations
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("more", [1, 3])
+def test_what_is_queued_in_waits_changes_no_bit_and_is_queued_nowhere_else(name: str, more: int) -> None:
+    result, calls, violations = queued(SCHEDULES[name], more)
+    assert result.equals(trainer.plain())
+    assert violations == []
+    assert sum(count for kind, count in calls if kind == "wait") > 0
+    assert sum(count for kind, count in calls if kind == "ahead") == 0
+    if more == 3:
+        assert sum(count for kind, count in calls if kind == "read") <= 2, "reads find their updates queued"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_where_nobody_waits_updates_are_queued_ahead_by_reads(name: str) -> None:
+    result, calls, _ = queued(SCHEDULES[name], more=0)
+    assert result.equals(trainer.plain())
+    assert sum(count for kind, count in calls if kind == "ahead") > 0
+
+
+def test_no_more_than_ahead_is_queued_in_front_of_the_forward() -> None:
+    far = {name: queued(dataclasses.replace(SCHEDULES[name], ahead=1), more=9)[1] for name in ("stream", "overlap")}
+    for calls in far.values():
+        assert max(count for kind, count in calls if kind == "wait") == 1
+        reads = [at for at, (kind, _) in enumerate(calls) if kind == "read"]
+        for first, second in itertools.pairwise(reads):
+            assert sum(count for kind, count in calls[first:second] if kind == "wait") <= 2
+
+
+def trained(rank: int, arm: str) -> tuple[list[str], int]:
+    """Where bits differ from AdamW's in a model whose layers wait for a read-back, and updates queued meanwhile."""
+    model = net(True)
+    expected = train(model, torch.optim.AdamW(parameter_groups(model), **sharded.OPTIONS, fused=True), rank)
+    model = net(True)
+    for layer in model.layers:
+        layer.attention.register_forward_hook(lambda *_: meanwhile.wait(Passes(2)))
+    schedule = dataclasses.replace(sharded.schedule_of(arm, lead=1, ahead=4), chunk_bytes=1, whole_bytes=1 << 30)
+    streams = AdversarialStreams({"in": "lazy", "update": "lazy", "out": "lazy"})
+    optimizer = OffloadedAdamW(
+        parameter_groups(model), **sharded.OPTIONS, model=model, schedule=schedule, streams=streams
+    )
+    engine = optimizer._engine
+    assert engine is not None
+    optimizer.detach()
+    counted, queue_more = [0], engine.queue_more
+
+    def spy() -> bool:
+        there = len(engine._waiting())
+        found = queue_more()
+        counted[0] += there - len(engine._waiting())
+        return found
+
+    engine.queue_more = spy  # type: ignore[method-assign]
+    optimizer._watch(engine)
+    wrong = sharded.differences(expected, train(model, optimizer, rank))
+    return wrong + streams.order.violations, counted[0]
+
+
+def all_trained(rank: int) -> dict[str, tuple[list[str], int]]:
+    return {arm: trained(rank, arm) for arm in ("overlap", "stream", "zerocopy")}
+
+
+def test_a_model_that_waits_in_every_layer_trains_to_the_same_bits() -> None:
+    for found in on_ranks(2, all_trained):
+        for arm, (wrong, count) in found.items():
+            assert wrong == [], arm
+            assert count > 10, arm
+
+
+def test_an_optimizer_that_is_dropped_or_detached_is_asked_no_more() -> None:
+    assert on_ranks(1, _offered) == [[0, 1, 0, 1, 0]]
+
+
+def _offered(rank: int) -> list[int]:
+    model = net(True)
+    counts = [len(meanwhile._offers)]
+    for end in ("drop", "detach"):
+        schedule = sharded.schedule_of("stream")
+        optimizer = OffloadedAdamW(model.parameters(), **sharded.OPTIONS, model=model, schedule=schedule)
+        counts.append(len(meanwhile._offers))
+        if end == "detach":
+            optimizer.detach()
+        del optimizer
+        gc.collect()
+        counts.append(len(meanwhile._offers))
+    return counts
