@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offbench.errors import UsageError
+from offbench.offload import meanwhile
 from offbench.offload.readback import Mailbox, Way
 
 
@@ -246,10 +247,11 @@ class ScalarReader:
         self._sent = (len(values), self._device.stamp())
 
     def read(self) -> list[float]:
-        """The values last sent, in their order, once; waits for that copy only."""
+        """The values last sent, in their order, once; waits for that copy only. Optimizers may queue updates then."""
         assert self._sent is not None, "nothing was sent since the last read"
         (count, stamp), self._sent = self._sent, None
-        stamp.wait()
+        if stamp.event is not None:
+            meanwhile.wait(stamp.event)
         return [float(value) for value in self._mailbox.buffer[:count].tolist()]
 
 

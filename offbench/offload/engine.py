@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from offbench.offload import meanwhile
 from offbench.offload.chunks import Chunk
 from offbench.offload.copies import Copier, Direction, Ledger
 from offbench.offload.hoststore import HostStore
@@ -64,8 +65,8 @@ class Engine(ABC):
         """Whether all gradients of a chunk are there."""
         self._furthest = -1
         """Last chunk that this step's forward has asked for."""
-        self._waits = self._waited = False
-        """Whether the host has waited in this step, and in the one before, and asked for more then."""
+        self._waits = {"step": meanwhile.waits(), "ahead": meanwhile.waits()}
+        """Of the host, by who last looked whether there were any."""
         self._host_parts: dict[tuple[int, int, int], torch.Tensor] = {}
         self._always: dict[int, Staged] = {}
         """Resident state that was used, by chunk."""
@@ -93,13 +94,16 @@ class Engine(ABC):
     def look_ahead(self, at_leisure: bool = False) -> None:
         """Queue updates until `ahead` chunks are queued in front of what the forward has asked for. at_leisure: the
         host has time, for the device is busy with what was queued before."""
-        if not self._waited:
+        if not self._has_waited("ahead"):
             self._queue(self._up_to(self._furthest + self.schedule.ahead))
 
+    def _has_waited(self, who: Literal["step", "ahead"]) -> bool:
+        """Whether the host has waited since `who` last asked: if so, updates are queued ahead in its waits."""
+        before, self._waits[who] = self._waits[who], meanwhile.waits()
+        return before != self._waits[who]
+
     def queue_more(self) -> bool:
-        """The host waits for the device: queue one update of those that may be queued ahead, if there is one. Where it
-        does, that is when updates are queued ahead."""
-        self._waits = True
+        """The host waits for the device: queue one update of those that may be queued ahead, if there is one."""
         waiting = self._waiting()
         if not waiting or waiting[0].chunk.index > self._furthest + self.schedule.ahead:
             return False
@@ -140,7 +144,6 @@ class Engine(ABC):
     def _count_step(self) -> None:
         self.ledger.step += 1
         self._furthest = -1
-        self._waited, self._waits = self._waits, False
 
     def _up_to(self, chunk: int) -> int:
         """How many updates are owed up to and with this chunk."""

@@ -59,7 +59,8 @@ class FlowEngine(FlowMemory):
 
     def step(self, works: Sequence[Work]) -> None:
         """Queue one optimizer step: what fits into the arena starts to move in, the first `lead` chunks that move
-        are updated, and those that stay before them; the others from the forward's reads."""
+        are updated, and those that stay before them; the others from the forward's reads. Where the host waits for the
+        device, that is when updates are queued, and here only the first."""
         self._finish()
         moving = [work.chunk for work in works if work.chunk.index not in self._resident]
         self.prefetch.keep(moving)
@@ -85,7 +86,8 @@ class FlowEngine(FlowMemory):
         self._step = FlowStep(deque(works), to_move, gradients, total, arena, lent, moved=dict(moved))
         self._streams.side("update").wait(ready, Why.GRADIENTS_READY)
         self._move_ahead(self._step)
-        self._queue(self._lead(works, there={chunk for chunk, (place, _) in moved.items() if place.closed}))
+        lent_to = {chunk for chunk, (place, _) in moved.items() if place.closed}
+        self._queue(1 if self._has_waited("step") and not lent_to else self._lead(works, lent_to))
 
     def before_read(self, chunks: Sequence[int], look_ahead: bool = True) -> list[Event]:
         """As any engine's; what activations lent goes back as they come."""
@@ -96,7 +98,7 @@ class FlowEngine(FlowMemory):
 
     def look_ahead(self, at_leisure: bool = False) -> None:
         """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""
-        if not self._waited:
+        if not self._has_waited("ahead"):
             most = self._burst(BURST_AT_LEISURE if at_leisure else BURST)
             self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
             self._return_state(BURST_BACK)
@@ -110,7 +112,6 @@ class FlowEngine(FlowMemory):
         step = self._step
         if step is None or not (step.waiting or step.staged):
             return False
-        self._waits = True
         if not step.waiting:
             self._return_state(1)
         elif works := self._kept_together(step, len(step.waiting)):

@@ -26,6 +26,12 @@ class Awaited(Protocol):
 
 
 _offers: list[QueueMore] = []
+_waits = [0]
+
+
+def waits() -> int:
+    """How often the process has waited so far, also where the event had passed."""
+    return _waits[0]
 
 
 def offer(queue_more: QueueMore) -> Callable[[], None]:
@@ -43,6 +49,7 @@ def wait(event: Awaited) -> None:
 
     Call it with the stream current that the model computes on. Raises whatever they raise.
     """
+    _waits[0] += 1
     while not event.query() and any(queue_more() for queue_more in list(_offers)):
         pass
     event.synchronize()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from tests.ranks import on_ranks
 
 OVERLAP = Schedule("overlap", offloaded=True, chunk_bytes=trainer.CAP, slots=2, deferred=True, lead=1, ahead=99)
 SCHEDULES = {
-    "stream": stream(lead=1, ahead=99),
-    "stream, some of it resident": stream(lead=1, ahead=99, resident_bytes=3 * trainer.CAP),
+    "stream": stream(lead=3, ahead=99),
+    "stream, some of it resident": stream(lead=3, ahead=99, resident_bytes=3 * trainer.CAP),
     "overlap": OVERLAP,
     "zerocopy": dataclasses.replace(OVERLAP, name="zerocopy", update="host_memory"),
 }
@@ -74,13 +75,18 @@ def test_it_asks_for_more_until_the_event_has_passed_or_there_is_no_more() -> No
 
 
 def queued(schedule: Schedule, more: int) -> tuple[trainer.Result, list[tuple[str, int]], list[str]]:
-    """What a run comes to whose every read is followed by a wait in which the host asks so often for more; what queued
-    how many updates, in its last two steps; and broken orders."""
+    """What a run comes to whose every read is followed by a wait in which the host asks so often for more (0: none
+    is); what queued how many updates, in its last two steps; and broken orders."""
     streams = AdversarialStreams({"in": "lazy", "update": "lazy", "out": "lazy"})
     calls: list[tuple[str, int]] = []
 
     def watch(engine: Engine) -> None:
-        before_read, look_ahead, step = engine.before_read, engine.look_ahead, engine.step
+        before_read, look_ahead, step, queue_more = (
+            engine.before_read,
+            engine.look_ahead,
+            engine.step,
+            engine.queue_more,
+        )
 
         def left() -> int:
             return len(engine._waiting())
@@ -96,21 +102,28 @@ def queued(schedule: Schedule, more: int) -> tuple[trainer.Result, list[tuple[st
             calls.append(("read", there - left()))
             assert there - left() == needed
             spy_ahead()
-            for _ in range(more):
-                there = left()
-                any_more = engine.queue_more()
-                calls.append(("wait", there - left()))
-                if not any_more:
-                    break
+            if more:
+                meanwhile.wait(Passes(more))
             return events
 
-        def spy_step(works) -> None:
-            calls.append(("step", 0))
-            step(works)
+        def spy_more() -> bool:
+            there = left()
+            found = queue_more()
+            calls.append(("wait", there - left()))
+            return found
 
+        def spy_step(works) -> None:
+            step(works)
+            calls.append(("step", len(works) - left()))
+
+        withdraw.append(meanwhile.offer(spy_more))
         engine.before_read, engine.look_ahead, engine.step = spy_read, spy_ahead, spy_step  # type: ignore[method-assign]
 
-    result = trainer.run(schedule, streams, watch)
+    withdraw: list[Callable[[], None]] = []
+    try:
+        result = trainer.run(schedule, streams, watch)
+    finally:
+        withdraw[0]()
     last = [at for at, (kind, _) in enumerate(calls) if kind == "step"][-2]
     return result, calls[last:], streams.order.violations
 
@@ -123,15 +136,19 @@ def test_what_is_queued_in_waits_changes_no_bit_and_is_queued_nowhere_else(name:
     assert violations == []
     assert sum(count for kind, count in calls if kind == "wait") > 0
     assert sum(count for kind, count in calls if kind == "ahead") == 0
+    by_step = [count for kind, count in calls if kind == "step"]
+    assert max(by_step) == 1 if name.startswith("stream") else min(by_step) > 0
     if more == 3:
         assert sum(count for kind, count in calls if kind == "read") <= 2, "reads find their updates queued"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_where_nobody_waits_updates_are_queued_ahead_by_reads(name: str) -> None:
-    result, calls, _ = queued(SCHEDULES[name], more=0)
+    schedule = dataclasses.replace(SCHEDULES[name], lead=2)
+    result, calls, _ = queued(schedule, more=0)
     assert result.equals(trainer.plain())
     assert sum(count for kind, count in calls if kind == "ahead") > 0
+    assert min(count for kind, count in calls if kind == "step") >= 2
 
 
 def test_no_more_than_ahead_is_queued_in_front_of_the_forward() -> None:
