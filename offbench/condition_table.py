@@ -1,4 +1,4 @@
-"""What a report says of the GPU under each row's launches, and of their losses: whether rows may be compared."""
+"""What a report says of GPU and host under each row's launches, and of their losses: whether rows may be compared."""
 
 from __future__ import annotations
 
@@ -29,9 +29,15 @@ HEADS = (
     "loss, last step",
     "loss apart from none, rms",
 )
+HOST_AHEAD = "host ahead ms, least"
+"""A head that only groups with such a figure have."""
 READ = (
     "reserved: most that PyTorch's allocator had in the window; used: of the whole GPU, by its own count; clocks, "
     "power and temperature are those of one reading under load, in the last warm-up step of each launch"
+)
+READ_AHEAD = (
+    f"{HOST_AHEAD}: the least by which rank 0's host was ahead of its GPU at the start of any block but the first, in "
+    "one forward after the window; about 0: the GPU waited for the host there (docs/trace.md)"
 )
 
 
@@ -52,6 +58,8 @@ class Conditions:
     losses: tuple[float, ...] = ()
     """Of the measured steps of the first launch."""
     last_loss: tuple[float, float] | None = None
+    host_ahead_s: tuple[float, float] | None = None
+    """Of each launch the least lead of its host (`HostLead.least_s`)."""
 
     @staticmethod
     def of(records: Sequence[RunRecord]) -> Conditions:
@@ -69,6 +77,7 @@ class Conditions:
             tuple(sorted(reasons)),
             tuple(losses[0]) if losses else (),
             _ends(steps[-1] for steps in losses if steps),
+            _ends(s for r in records if r.host_lead is not None and (s := r.host_lead.least_s) is not None),
         )
 
 
@@ -79,9 +88,20 @@ def apart(losses: Sequence[float], base: Sequence[float]) -> float | None:
     return math.sqrt(statistics.fmean((one - other) ** 2 for one, other in zip(losses, base, strict=True)))
 
 
+def heads(group: Group) -> tuple[str, ...]:
+    """HEADS, and one more where some row with a line has its figure."""
+    return (*HEADS, HOST_AHEAD) if any(row.conditions.host_ahead_s is not None for row in _read(group)) else HEADS
+
+
 def lines(group: Group) -> list[list[str]]:
-    """The cells of the rows whose GPU was read, as many a line as HEADS."""
-    return [_line(row) for row in group.rows if row.conditions.sm_mhz is not None]
+    """The cells of the rows whose GPU was read, as many a line as there are heads."""
+    count = len(heads(group))
+    return [_line(row)[:count] for row in _read(group)]
+
+
+def notes(group: Group) -> list[str]:
+    """How to read them; empty where there are none."""
+    return [READ, READ_AHEAD][: 1 + (HOST_AHEAD in heads(group))] if lines(group) else []
 
 
 def figures(row: Row) -> dict[str, Any]:
@@ -90,7 +110,13 @@ def figures(row: Row) -> dict[str, Any]:
     ranges = {"sm_mhz": found.sm_mhz, "power_w": found.power_w, "temperature_c": found.temperature_c}
     named = {f"gpu_{name}_{end}": at and at[i] for name, at in ranges.items() for i, end in enumerate(("min", "max"))}
     memory = {"steady_peak_reserved_bytes": found.reserved_bytes, "device_used_bytes": found.device_used_bytes}
-    return named | memory | {"gpu_throttled_by": ", ".join(found.throttled) or None, "loss_apart_rms": row.loss_apart}
+    rest = {"gpu_throttled_by": ", ".join(found.throttled) or None, "loss_apart_rms": row.loss_apart}
+    ahead = found.host_ahead_s or (None, None)
+    return named | memory | rest | {"host_ahead_least_s_min": ahead[0], "host_ahead_least_s_max": ahead[1]}
+
+
+def _read(group: Group) -> list[Row]:
+    return [row for row in group.rows if row.conditions.sm_mhz is not None]
 
 
 def _line(row: Row) -> list[str]:
@@ -107,6 +133,7 @@ def _line(row: Row) -> list[str]:
         missing(", ".join(found.throttled)),
         _show(found.last_loss, ".5f"),
         missing(row.loss_apart, ".1e"),
+        _show(found.host_ahead_s and (1e3 * found.host_ahead_s[0], 1e3 * found.host_ahead_s[1]), ".1f"),
     ]
 
 

@@ -20,11 +20,12 @@ from offbench.config import GIB, RunSpec
 from offbench.device import Device
 from offbench.estimate import estimate
 from offbench.hardware import load_nvml
+from offbench.host_lead import HostClock, HostLeadWatch
 from offbench.offload import OffloadedAdamW
 from offbench.offload.hoststore import HostStore
 from offbench.offload.small_copies import KernelCopies, kernel_copies
 from offbench.rank_report import describe, hand_over, meet, tell
-from offbench.record import Link, SmallCopies, Split
+from offbench.record import HostLead, Link, SmallCopies, Split
 from offbench.replica import ReplicaLog
 from offbench.small_watch import SmallCopyWatch
 from offbench.trace.command import split_of
@@ -99,7 +100,7 @@ def _run(
     hand_over(spec, report, local_rank, out, complete=False)
 
     progress.enter("extras")
-    report.small_copies = watch_small_copies(job, optimizer, spec, device)
+    report.host_lead, report.small_copies = watch(job, optimizer, spec, device)
     report.window_slope_s = check_window(job, optimizer, spec, device) if report.check_window else None
     report.trace, report.split, why_not = trace(job, optimizer, spec, device, out)
     report.warnings += [] if why_not is None else [f"no split of traced steps: {why_not}"]
@@ -217,17 +218,22 @@ def train(
         progress.enter(phase, done, of, job.spec.tokens_per_step / seconds if seconds else None)
 
 
-def watch_small_copies(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device) -> SmallCopies:
-    """Count and time the small copies of one more step, when all other figures are taken. A step before it brings
-    back the bulk copies that the drain has ended; both are drained again."""
-    recorder = WindowRecorder(device, 1, 1, spec.arm.readbacks)
+def watch(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device) -> tuple[HostLead | None, SmallCopies]:
+    """When all other figures are taken: see how far the host is ahead of the device in one more step, and count and
+    time the small copies of another. A step before them brings back the bulk copies that the drain has ended; all are
+    drained again."""
+    recorder = WindowRecorder(device, 1, 2, spec.arm.readbacks)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     number = spec.window.warmup + spec.window.steps
+    clock = HostClock(device)
     train_step(job, optimizer, scheduler, recorder, None, number)
-    with SmallCopyWatch(device) as watch:
+    with HostLeadWatch(clock, recorder, [*job.model.blocks, job.model.norm]) as lead:
         train_step(job, optimizer, scheduler, recorder, None, number + 1)
+    with SmallCopyWatch(device) as small:
+        train_step(job, optimizer, scheduler, recorder, None, number + 2)
     optimizer.drain()
-    return watch.figures()
+    clock.close()
+    return lead.figures(), small.figures()
 
 
 def check_window(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device) -> float:

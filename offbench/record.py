@@ -15,6 +15,7 @@ from offbench.record_parts import (
     Broadcast,
     Floor,
     Host,
+    HostLead,
     Link,
     Moved,
     Peak,
@@ -34,6 +35,7 @@ __all__ = [
     "Failure",
     "Floor",
     "Host",
+    "HostLead",
     "Link",
     "Moved",
     "Peak",
@@ -131,6 +133,8 @@ class RunRecord(Row):
     peak: Peak = Peak()
     moved: Moved = Moved()
     small_copies: SmallCopies | None = None
+    host_lead: HostLead | None = None
+    """Null on the CPU, for a trainer of its own, and in records made before this was kept."""
     state: StateAt = StateAt()
     state_budget_bytes: int | None = None
     """What `--state-budget auto` came to; null where that was not asked for."""

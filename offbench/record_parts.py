@@ -5,7 +5,7 @@ A figure that was not measured is null, never zero. Sizes are bytes, times are s
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Row(BaseModel):
@@ -86,6 +86,26 @@ class SmallCopies(Row):
     longest_readback_s: float | None = None
     longest_wait_s: float | None = None
     """The longest of all, less what a copy-out or copy-in takes for its bytes; the host's launches are in it."""
+
+
+class HostLead(Row):
+    """How far the host was ahead of the GPU in one step watched after the window, rank 0's own; `offbench.host_lead`
+    says how it is measured. Lists have an entry a block, of the first micro-batch; leads below zero are set to 0."""
+
+    forward_s: list[float] = Field(default_factory=list)
+    """The GPU's time from the block's first stamp to the next one's; of the last block to the final norm's."""
+    lead_s: list[float] = Field(default_factory=list)
+    """When the GPU could begin the block less when the host had got so far: about 0 where it waits for the host."""
+    after_clip_lead_s: float | None = None
+    after_step_lead_s: float | None = None
+    """Where optimizer.step() returns."""
+    accuracy_s: float | None = None
+    """The largest lead, either way, that a stamp on an idle GPU seemed to have."""
+
+    @property
+    def least_s(self) -> float | None:
+        """The smallest lead of any block but the first, before which the host has waited for the last step's loss."""
+        return min(self.lead_s[1:], default=None)
 
 
 class Host(Row):

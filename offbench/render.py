@@ -106,8 +106,7 @@ def remarks(group: Group) -> list[str]:
         counts = " or ".join(map(str, pairs))
         lines.append(f"x none (in brackets: 95 % interval of the mean of {counts} pairs with a launch of none each)")
     lines += [f"not counted: {failure}" for failure in group.failures]
-    if condition_table.lines(group):
-        lines.append(condition_table.READ)
+    lines += condition_table.notes(group)
     return lines + gap_table.notes(group) + group.without_ideal + [f"note: {note}" for note in group.notes]
 
 
@@ -174,7 +173,7 @@ def _more_tables(group: Group) -> list[Table]:
 
 def _more(group: Group) -> list[tuple[Sequence[str], list[list[str]]]]:
     """Heads and lines of the tables below the first one."""
-    tables = (condition_table.HEADS, condition_table.lines(group)), (gap_table.HEADS, gap_table.lines(group))
+    tables = (condition_table.heads(group), condition_table.lines(group)), (gap_table.HEADS, gap_table.lines(group))
     return [(heads, rows) for heads, rows in tables if rows]
 
 

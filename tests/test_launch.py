@@ -129,6 +129,7 @@ def test_unmeasured_figures_are_null(records: dict[str, Record]) -> None:
     assert record["link"]["both_bytes_per_s"] is None
     assert record["mfu"] is None
     assert record["small_copies"]["longest_wait_s"] is None
+    assert record["host_lead"] is None
 
 
 def test_small_copies_are_counted_in_every_record_and_alike_in_all_arms(records: dict[str, Record]) -> None:

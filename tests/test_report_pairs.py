@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from offbench.compare import compare
-from offbench.condition_table import READ
+from offbench.condition_table import HOST_AHEAD, READ, READ_AHEAD
 from offbench.config import GIB
 from offbench.errors import UsageError
 from offbench.record import RunRecord
@@ -63,6 +63,24 @@ def test_the_condition_of_the_gpu_and_losses_stand_below() -> None:
     assert (found["gpu_sm_mhz_min"], found["gpu_sm_mhz_max"], found["gpu_throttled_by"]) == (1650, 1710, "power cap")
     assert figures(row(group, "main"))["loss_apart_rms"] == pytest.approx(0.003)
     assert READ not in to_markdown([only(launches())]), "nobody read a GPU"
+
+
+def test_how_far_the_host_is_ahead_has_a_column_where_a_row_knows() -> None:
+    """Of each launch the block with the least, the first one aside; from the least launch to the most."""
+    warm = ENV | {"gpu_sm_mhz": 1650}
+    leads = ([0.0, 0.02, 0.0104], [0.0, 0.0123, 0.5])
+    known = [record(spec("main"), 3.0, i, env=warm, host_lead={"lead_s": one}) for i, one in enumerate(leads, 1)]
+    group = only([record(spec(), 2.0, env=warm), *known])
+    text = to_markdown([group])
+    assert f"| {HOST_AHEAD} |" in text
+    assert f"- {READ_AHEAD}\n" in text
+    lines = [line for line in text.splitlines() if "| 1650 |" in line]
+    assert [line.split(" | ")[-1] for line in lines] == ["- |", "10.4-12.3 |"]
+    found = figures(row(group, "main"))
+    assert (found["host_ahead_least_s_min"], found["host_ahead_least_s_max"]) == (0.0104, 0.0123)
+    assert figures(row(group, "none"))["host_ahead_least_s_min"] is None
+    without = to_markdown([only([record(spec(), 2.0, env=warm)])])
+    assert (READ in without, "host ahead" in without) == (True, False)
 
 
 def test_a_figure_has_a_dot_a_row_and_a_line_from_its_fastest_to_its_slowest_launch() -> None:
