@@ -16,7 +16,7 @@ QueueMore = Callable[[], bool]
 
 
 class Awaited(Protocol):
-    """An event of a device, as `torch.cuda.Event`."""
+    """An event of a device, as `torch.Event`."""
 
     def query(self) -> bool:
         """Whether the device has got there."""
