@@ -10,10 +10,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from offbench.device import CpuDevice, ScalarReader, Stamp
 from offbench.offload import OffloadedAdamW, meanwhile
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.engine import Engine
+from offbench.offload.flow_step import FlowStep
 from offbench.offload.schedule import Schedule
+from offbench.workload.experts import ExpertParallel
+from offbench.workload.kernels import Kernels
 from tests.offload import sharded, trainer
 from tests.offload.test_look_ahead import net, parameter_groups, train
 from tests.offload.trainer import stream
@@ -107,9 +111,13 @@ def queued(schedule: Schedule, more: int) -> tuple[trainer.Result, list[tuple[st
             return events
 
         def spy_more() -> bool:
-            there = left()
+            there, step = left(), getattr(engine, "_step", None)
+            staged = len(step.staged) if isinstance(step, FlowStep) else 0
             found = queue_more()
             calls.append(("wait", there - left()))
+            if staged and not there:
+                assert found
+                calls.append(("back", staged - len(step.staged)))
             return found
 
         def spy_step(works) -> None:
@@ -140,6 +148,8 @@ def test_what_is_queued_in_waits_changes_no_bit_and_is_queued_nowhere_else(name:
     assert max(by_step) == 1 if name.startswith("stream") else min(by_step) > 0
     if more == 3:
         assert sum(count for kind, count in calls if kind == "read") <= 2, "reads find their updates queued"
+        backs = [count for kind, count in calls if kind == "back"]
+        assert not name.startswith("stream") or (len(backs) > 1 and set(backs) == {1}), "and then write-back"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -149,6 +159,38 @@ def test_where_nobody_waits_updates_are_queued_ahead_by_reads(name: str) -> None
     assert result.equals(trainer.plain())
     assert sum(count for kind, count in calls if kind == "ahead") > 0
     assert min(count for kind, count in calls if kind == "step") >= 2
+
+
+def experts_wait(rank: int) -> tuple[int, bool]:
+    """How often updates are asked for while the experts wait for their counts, and whether they waited."""
+    ep = ExpertParallel(torch.distributed.group.WORLD, 4, torch.device("cpu"))
+    plan = ep.plan(torch.tensor([2, 1, 0, 3]), 6, Kernels())
+    ready, asked = Passes(3), [0]
+
+    def queue_more() -> bool:
+        asked[0] += 1
+        return True
+
+    withdraw = meanwhile.offer(queue_more)
+    rows = torch.arange(12.0).view(6, 2)
+    same = ep.through(lambda rows, ends: rows, rows, dataclasses.replace(plan, ready=ready))
+    withdraw()
+    assert torch.equal(same, rows)
+    return asked[0], ready.waited
+
+
+def test_experts_and_losses_are_waited_for_so() -> None:
+    assert on_ranks(1, experts_wait) == [(3, True)]
+    asked: list[int] = []
+    withdraw = meanwhile.offer(lambda: bool(asked.append(1)))
+    device = CpuDevice(torch.device("cpu"))
+    event = Passes(1)
+    device.stamp = lambda: Stamp(event, 0.0)  # type: ignore[method-assign]
+    reader = ScalarReader(device, most=1)
+    reader.send([torch.tensor(3.0)])
+    assert reader.read() == [3.0]
+    withdraw()
+    assert (asked, event.waited) == ([1], True)
 
 
 def test_no_more_than_ahead_is_queued_in_front_of_the_forward() -> None:

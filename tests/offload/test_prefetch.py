@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from offbench.offload import OffloadedAdamW
+from offbench.offload import OffloadedAdamW, meanwhile
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.allowance import Allowance
 from offbench.offload.copies import Copier
@@ -284,7 +284,9 @@ def test_what_is_there_when_the_backward_ends_is_in_the_books() -> None:
         assert sum(nbytes for begin, end, nbytes in arenas if begin < at <= end) == staged >= ahead > 0
 
 
-def test_step_updates_all_that_is_there_and_as_much_of_the_rest_as_ever() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_step_updates_all_that_is_there_and_as_much_of_the_rest_as_ever(waits: bool) -> None:
+    """Where the host waits for the device, a step that finds nothing there updates one chunk and leaves the rest."""
     streams = Falling(layer=600)
     updated: list[int] = []
 
@@ -299,6 +301,8 @@ def test_step_updates_all_that_is_there_and_as_much_of_the_rest_as_ever() -> Non
         def spy_step(works: Any) -> None:
             engine._finish()
             updated.append(0)
+            if waits:
+                meanwhile.wait(streams.compute().record())
             step(works)
             updated.append(0)
 
@@ -306,7 +310,7 @@ def test_step_updates_all_that_is_there_and_as_much_of_the_rest_as_ever() -> Non
 
     trainer.run(dataclasses.replace(SMALL, lead=3), streams, watch)
     assert streams.ahead[:2] == [0, 1024 + 2048], "two chunks"
-    assert updated[0:4:2] == [3, 2 + 3]
+    assert updated[0:4:2] == [1 if waits else 3, 2 + 3]
 
 
 @pytest.mark.parametrize("out", ["lazy", "eager"])
