@@ -151,6 +151,12 @@ def test_what_is_said_of_the_ninth_version() -> None:
     assert f"{moving * adamw:.3f} s of which are the updates that moved there" in prose
 
 
+def test_how_far_the_host_is_ahead_when_step_begins() -> None:
+    rows = [r.phases_s for file in EIGHTH + NINTH for r in file if r.spec.arm.name == "stream" and r.status == "ok"]
+    ahead = [(phases.host_in_step or 0.0) - (phases.step or 0.0) for phases in rows]
+    assert f"in step() is {min(ahead):.3f} to {max(ahead):.3f} s more" in " ".join(NOTES.split())
+
+
 def test_slots_of_overlap() -> None:
     none = one(SIXTH, "none").step_s
     assert none
