@@ -222,8 +222,8 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def _in_place(self, chunk: Chunk) -> bool:
         """Whether a kernel of ours updates this chunk in host memory; on the CPU torch's does."""
-        moving = chunk.index not in self._resident
-        return moving and self.device.type == "cuda" and self.schedule.update == "host_memory"
+        in_host = self.schedule.update == "host_memory" and chunk.index not in self._resident
+        return in_host and self.device.type == "cuda"
 
     def drain(self) -> None:
         """Return when no update is queued or in flight: parameters and `state` are those of the last step."""

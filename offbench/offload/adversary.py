@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -205,6 +205,10 @@ class AdversarialStreams:
         start = int(tensor.storage_offset()) * tensor.element_size()
         space = f"memory at {tensor.untyped_storage().data_ptr():#x}"
         return Access(space, start, start + int(tensor.numel()) * tensor.element_size())
+
+    def accesses(self, tensors: Iterable[torch.Tensor]) -> Sequence[Access]:
+        """Those of all of them."""
+        return [self.access(tensor) for tensor in tensors]
 
     def allocated(self) -> int | None:
         """Nobody counts."""

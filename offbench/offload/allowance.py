@@ -39,6 +39,10 @@ class Allowance:
         self._piece_bytes = EXTENT_BYTES
         self.least_bytes = 0
         """An arena must hold so much for every chunk to find a place."""
+        self._seen: tuple[int, int] | None = None
+        """What the workload had when a backward was last seen to begin, and staging: asking costs the host time."""
+        self._crowded: bool | None = None
+        """What `is_crowded` last said; None: memory came or went since, or may have."""
 
     def plan(self, schedule: Schedule, moving: Sequence[int], kept_bytes: int) -> None:
         """Another schedule, or other chunks: those that move have so many bytes, what stays has `kept_bytes`."""
@@ -71,19 +75,29 @@ class Allowance:
     def backward(self) -> None:
         """A module's backward is about to begin."""
         if self._asked is None:
-            self._headroom.backward(self._own_bytes())
+            own = self._own_bytes()
+            if own is not None:
+                self._seen = own, self.staged_bytes
+                self._headroom.backward(own)
 
     def backward_ends(self) -> None:
         """All of it is over."""
+        self._seen = None
         self._headroom.backward_ends()
 
     def ahead_of_step(self) -> int:
         """Bytes of state that may move in now, with a backward under way, if no gradient is still to come; negative
-        where there are too many. 0 where nobody counts, and where the schedule says how much may be staged."""
+        where there are too many. 0 where nobody counts, and where the schedule says how much may be staged. After
+        `backward` only staging may have taken or given back memory."""
         if self._asked is not None or self._headroom.falling is None:
             return 0
-        own = self._own_bytes()
-        return 0 if own is None else self._headroom.falling - own - self.staged_bytes
+        staged = self.staged_bytes
+        own = self._seen[0] if self._seen is not None and self._seen[1] == staged else self._own_bytes()
+        return 0 if own is None else self._headroom.falling - own - staged
+
+    def changed(self) -> None:
+        """Memory came from the allocator or goes back to it, or may have."""
+        self._crowded = None
 
     def retires_now(self, step: FlowStep) -> bool:
         """Whether gradients have left as much as the arena has: state leaves it half-way through the updates, so that
@@ -103,7 +117,9 @@ class Allowance:
             most = max(0, self.at_loss - (0 if self.arena_retires else self.arena_bytes))
             if (step.grown_bytes + nbytes) * step.gradient_bytes > most * step.freed_bytes:
                 return False
-        return not self.is_crowded()
+        if self._crowded is None:
+            self._crowded = self.is_crowded()
+        return not self._crowded
 
     def is_crowded(self, spare: int | None = None) -> bool:
         """Whether staging now adds more than its arena, or `spare`, to the most that the workload ever took by itself,

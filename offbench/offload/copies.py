@@ -100,6 +100,9 @@ class Copier:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue target <- source (uint8, equal sizes), as often as the link demands."""
+        if self.repeat == 1:
+            target.copy_(source, True)
+            return
         whole = int(self.repeat + 1e-9)
         for _ in range(whole):
             target.copy_(source, non_blocking=True)

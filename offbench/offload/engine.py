@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -179,7 +180,7 @@ class Engine(ABC):
             for _, part in staged.parts:
                 part.fill_(0xFF)  # four such bytes are a float32 NaN
 
-        stream.run(poison, writes=[self._streams.access(part) for _, part in staged.parts])
+        stream.run(poison, writes=self._streams.accesses(part for _, part in staged.parts))
         return stream.record()
 
     def _host(self, chunk: Chunk, at: int, nbytes: int) -> torch.Tensor:
@@ -191,16 +192,13 @@ class Engine(ABC):
 
     def _copy(self, stream: Stream, direction: Direction, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         def copy() -> None:
+            copy_one = self._copier.copy
             for target, source in pairs:
-                self._copier.copy(target, source)
+                copy_one(target, source)
 
-        access = self._streams.access
+        accesses = self._streams.accesses
         begin = stream.record() if self.ledger.keep else None
-        stream.run(
-            copy,
-            reads=[access(source) for _, source in pairs],
-            writes=[access(target) for target, _ in pairs],
-        )
+        stream.run(copy, accesses(source for _, source in pairs), accesses(target for target, _ in pairs))
         end = stream.record()
         self.ledger.copied(direction, sum(target.numel() for target, _ in pairs), begin, end)
         return end
@@ -219,14 +217,13 @@ class Engine(ABC):
         return self._run_update(stream, update, works)
 
     def _run_update(self, stream: Stream, update: Callable[[], None], works: Sequence[tuple[Work, Staged]]) -> Event:
-        access = self._streams.access
+        accesses = self._streams.accesses
+        parts = (part for _, staged in works for _, part in staged.parts)
+        parameters = (parameter for work, _ in works for parameter in work.parameters)
         stream.run(
             update,
-            reads=[access(gradient) for work, _ in works for gradient in work.gradients],
-            writes=[
-                *(access(part) for _, staged in works for _, part in staged.parts),
-                *(access(parameter) for work, _ in works for parameter in work.parameters),
-            ],
+            reads=accesses(gradient for work, _ in works for gradient in work.gradients),
+            writes=accesses(chain(parts, parameters)),
         )
         return stream.record()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +19,7 @@ from offbench.offload.streams import Event, Why
 
 Guards = Mapping[Why, tuple[int, Event]]
 """What to wait for, by reason: a number that grows with time, and the event. Events of one reason pass in order, so
-the latest stands for all."""
+the latest stands for all. Never changed once made: ranges share them."""
 
 
 @dataclass(eq=False)
@@ -32,50 +33,47 @@ class Extent:
     free: list[_Free] = field(default_factory=list)
     closed: bool = False
     """Nothing more is taken out of it."""
+    nbytes: int = field(init=False)
+    """Its size."""
 
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return int(self.memory.numel())
+    def __post_init__(self) -> None:
+        self.nbytes = int(self.memory.numel())
 
     @property
     def clear_at(self) -> int:
         """When the last of its ranges was given back, as a number that grows with time."""
-        return max(free.key[1] for free in self.free)
+        return max(free.since for free in self.free)
 
     @property
     def idle(self) -> bool:
         """Whether every range has been given back."""
-        return len(self.free) == 1 and self.free[0].nbytes == self.nbytes
+        return len(self.free) == 1 and self.free[0].key[0] == self.nbytes
 
 
 class _Free:
     """A free range of an extent."""
 
-    __slots__ = ("guards", "key", "start", "stop")
+    __slots__ = ("guards", "key", "since", "start", "stop")
 
-    def __init__(self, start: int, stop: int, guards: Guards, serial: int) -> None:
-        self.start, self.stop, self.guards = start, stop, guards
-        self.key: _Key = (stop - start, max(number for number, _ in guards.values()), start, serial)
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return self.stop - self.start
+    def __init__(self, start: int, stop: int, guards: Guards, since: int) -> None:
+        self.start, self.stop, self.guards, self.since = start, stop, guards, since
+        self.key: _Key = (stop - start, since, start)
 
 
-_Key = tuple[int, int, int, int]
-"""What free ranges are sorted by: size, how long they have been free, where; a serial number tells them apart."""
+_Key = tuple[int, int, int]
+"""What free ranges are sorted by: size, how long they have been free, where. No two have the same: those that have
+been free for equally long were one range, of one extent."""
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """Bytes taken out of an extent."""
 
     extent: Extent
     start: int
     stop: int
     guards: Guards
+    since: int
+    """The largest number in its guards."""
 
 
 def joined(segments: Iterable[tuple[int, int]], ranges: Iterable[Range]) -> list[tuple[int, torch.Tensor]]:
@@ -102,11 +100,10 @@ class Extents:
         self.free_bytes = 0
         """Of them, those that may be taken."""
         self._clock = 0
-        self._serial = 0
         self._sorted: list[_Key] = []
         """Free ranges of extents that are not closed: searched for every part of every chunk that moves in."""
-        self._free: dict[int, tuple[Extent, _Free]] = {}
-        """The same ranges and what they are part of, by serial number."""
+        self._free: dict[_Key, tuple[Extent, _Free]] = {}
+        """The same ranges and what they are part of."""
 
     def add(self, memory: torch.Tensor, why: Why, ready: Event) -> Extent:
         """Take over memory (uint8, contiguous) whose last use so far is over when `ready` has passed."""
@@ -114,7 +111,8 @@ class Extents:
         self.all.append(extent)
         self.nbytes += extent.nbytes
         self.free_bytes += extent.nbytes
-        self._put(extent, 0, extent.nbytes, {why: (self._now(), ready)})
+        self._clock += 1
+        self._put(extent, 0, extent.nbytes, {why: (self._clock, ready)}, self._clock)
         return extent
 
     def lend(self, memory: torch.Tensor, why: Why, ready: Event) -> Range:
@@ -123,14 +121,14 @@ class Extents:
         self.close(extent)
         (free,) = extent.free
         self._drop(extent, free)
-        return Range(extent, free.start, free.stop, free.guards)
+        return Range(extent, free.start, free.stop, free.guards, free.since)
 
     def close(self, extent: Extent) -> None:
         """Take nothing more out of an extent; what is taken is given back as ever."""
         extent.closed = True
         for free in extent.free:
             self._unlist(free)
-            self.free_bytes -= free.nbytes
+            self.free_bytes -= free.stop - free.start
 
     def take(self, sizes: Iterable[int]) -> list[Range] | None:
         """A range for each of the sizes, or None, and nothing taken, when they do not all fit."""
@@ -142,7 +140,7 @@ class Extents:
             found = self._best(nbytes)
             if found is None:
                 for one in reversed(taken):
-                    self._insert(one.extent, one.start, one.stop, one.guards)
+                    self._insert(*one)
                 return None
             self.free_bytes -= nbytes
             taken.append(found)
@@ -150,7 +148,8 @@ class Extents:
 
     def give(self, range_: Range, why: Why, event: Event) -> None:
         """Give a range back; its next user waits for `event`, which comes after everything waited for before."""
-        self._insert(range_.extent, range_.start, range_.stop, {why: (self._now(), event)})
+        self._clock = now = self._clock + 1
+        self._insert(range_.extent, range_.start, range_.stop, {why: (now, event)}, now)
 
     @staticmethod
     def guards(ranges: Iterable[Range]) -> list[tuple[Why, Event]]:
@@ -173,55 +172,58 @@ class Extents:
         """Whether everything that an idle extent's next user must wait for has passed."""
         return all(event.query() for _, event in extent.free[0].guards.values())
 
-    def _now(self) -> int:
-        self._clock += 1
-        return self._clock
-
     def _best(self, nbytes: int) -> Range | None:
         at = bisect_left(self._sorted, (nbytes,))
         if at == len(self._sorted):
             return None
-        extent, free = self._free[self._sorted[at][-1]]
-        self._drop(extent, free)
-        if free.start + nbytes < free.stop:
-            self._put(extent, free.start + nbytes, free.stop, free.guards)
-        return Range(extent, free.start, free.start + nbytes, free.guards)
+        extent, free = self._free.pop(self._sorted.pop(at))
+        extent.free.remove(free)
+        start, stop, guards, since = free.start, free.start + nbytes, free.guards, free.since
+        if stop < free.stop:
+            self._put(extent, stop, free.stop, guards, since)
+        return Range(extent, start, stop, guards, since)
 
-    def _insert(self, extent: Extent, start: int, stop: int, guards: Guards) -> None:
+    def _insert(self, extent: Extent, start: int, stop: int, guards: Guards, since: int) -> None:
         """Add a free range and merge it with its neighbours."""
         if not extent.closed:
             self.free_bytes += stop - start
-        for other in [free for free in extent.free if free.stop == start or free.start == stop]:
+        for other in tuple(extent.free):  # few
+            if other.stop == start:
+                start = other.start
+            elif other.start == stop:
+                stop = other.stop
+            else:
+                continue
             self._drop(extent, other)
-            start, stop, guards = min(other.start, start), max(other.stop, stop), later(other.guards, guards)
-        self._put(extent, start, stop, guards)
+            guards = later(other.guards, guards)
+            since = max(since, other.since)
+        self._put(extent, start, stop, guards, since)
 
-    def _put(self, extent: Extent, start: int, stop: int, guards: Guards) -> None:
-        self._serial += 1
-        free = _Free(start, stop, guards, self._serial)
+    def _put(self, extent: Extent, start: int, stop: int, guards: Guards, since: int) -> None:
+        free = _Free(start, stop, guards, since)
         extent.free.append(free)
         if not extent.closed:
-            self._list(extent, free)
+            insort(self._sorted, free.key)
+            self._free[free.key] = extent, free
 
     def _drop(self, extent: Extent, free: _Free) -> None:
         extent.free.remove(free)
         if not extent.closed:
             self._unlist(free)
 
-    def _list(self, extent: Extent, free: _Free) -> None:
-        insort(self._sorted, free.key)
-        self._free[free.key[-1]] = extent, free
-
     def _unlist(self, free: _Free) -> None:
         del self._sorted[bisect_left(self._sorted, free.key)]
-        del self._free[free.key[-1]]
+        del self._free[free.key]
 
 
-def later(*all_guards: Guards) -> Guards:
+def later(first: Guards, *others: Guards) -> Guards:
     """By reason, the latest of the events."""
-    found: dict[Why, tuple[int, Event]] = {}
-    for guards in all_guards:
-        for why, guard in guards.items():
-            if why not in found or guard[0] > found[why][0]:
-                found[why] = guard
-    return found
+    latest = first
+    for guards in others:
+        if guards is not latest:  # ranges that were one share theirs
+            found = dict(latest)
+            for why, guard in guards.items():
+                if why not in found or guard[0] > found[why][0]:
+                    found[why] = guard
+            latest = found
+    return latest

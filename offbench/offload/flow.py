@@ -99,8 +99,9 @@ class FlowEngine(FlowMemory):
     def look_ahead(self, at_leisure: bool = False) -> None:
         """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""
         if not self._has_waited("ahead"):
-            most = self._burst(BURST_AT_LEISURE if at_leisure else BURST)
-            self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
+            if self._waiting():  # in a backward nothing is
+                most = self._burst(BURST_AT_LEISURE if at_leisure else BURST)
+                self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
             self._return_state(BURST_BACK)
         self._return_arena()
         self.prefetch.shrink()
@@ -115,6 +116,7 @@ class FlowEngine(FlowMemory):
         if not step.waiting:
             self._return_state(1)
         elif works := self._kept_together(step, len(step.waiting)):
+            self._allowance.changed()
             self._queue_kept(step, works)
         else:
             return super().queue_more()
@@ -137,11 +139,12 @@ class FlowEngine(FlowMemory):
         """Give back the memory that the gradients of these chunks need."""
         self._queue_all()
         self._allowance.backward()
-        if self._step is not None:
-            for chunk in set(chunks) - self._step.backward:
-                self._step.backward.add(chunk)
-                self._step.backward_bytes += self.chunks[chunk].so_far // 2
-            self._make_room(self._step)
+        if (step := self._step) is not None:
+            for chunk in chunks:
+                if chunk not in step.backward:
+                    step.backward.add(chunk)
+                    step.backward_bytes += self.chunks[chunk].so_far // 2
+            self._make_room(step)
         self.prefetch.backward()
 
     def after_backward(self) -> None:
@@ -171,6 +174,7 @@ class FlowEngine(FlowMemory):
     def _queue(self, count: int) -> None:
         """Queue the next `count` chunks, if there are as many."""
         step = self._step
+        self._allowance.changed()
         while step is not None and count > 0 and step.waiting:
             works = self._kept_together(step, count)
             count -= max(1, len(works))

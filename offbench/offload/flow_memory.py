@@ -63,6 +63,7 @@ class FlowMemory(Engine):
     def add_extent(self, nbytes: int) -> Extent:
         """Take staging memory of that size from compute."""
         memory = self._streams.allocate(nbytes)
+        self._allowance.changed()
         return self._extents.add(memory, Why.ARENA_READY, self._streams.compute().record())
 
     def _retire_arena(self, step: FlowStep) -> None:
@@ -88,9 +89,14 @@ class FlowMemory(Engine):
         """Give back what of the state that was here before step() is written back by now. Activations lent its memory:
         a forward that needs it waits for it, and so does its last gather, for the loss must find none."""
         is_last = self._furthest >= self.chunks[-1].index
+        is_due: bool | None = None  # not asked since memory went back
         for extent in [one for one in step.lent if one.idle]:
-            if is_last or self._extents.passed(extent) or self._allowance.loan_is_due(step):
-                self._give_back(extent)
+            if not (is_last or self._extents.passed(extent)):
+                is_due = self._allowance.loan_is_due(step) if is_due is None else is_due
+                if not is_due:
+                    continue
+            self._give_back(extent)
+            is_due = None
 
     def _make_place(self, step: FlowStep, chunk: Chunk) -> bool:
         """There is no room for a chunk: write back the oldest updated one, or else take memory anew. False: there is
@@ -152,6 +158,7 @@ class FlowMemory(Engine):
             memory = sole_memory(shared.tensors) if self._wanted(step, nbytes) else None
             if memory is None:
                 self._streams.release(shared.tensors[:1], used_by=[self._streams.side("update")])
+                self._allowance.changed()
                 continue
             step.grown_bytes += memory.numel()
             self._extents.add(memory, Why.GRADIENT_FREE, updated)

@@ -9,6 +9,7 @@ import torch
 
 from offbench.offload.engine import Work
 from offbench.offload.layout import alias
+from offbench.offload.streams import trainable
 
 
 def own(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -18,20 +19,20 @@ def own(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     FSDP2 reduces a parameter group into one buffer of which all its gradients are views: that is cut in one call.
     """
     found: list[torch.Tensor | None] = [None] * len(gradients)
-    views: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]]]] = {}
+    views: dict[int, tuple[torch.Tensor, torch.dtype, list[tuple[int, int, int]]]] = {}
     for i, gradient in enumerate(gradients):
-        base = gradient._base
-        if base is None or not gradient.is_contiguous() or base.dim() != 1 or base.dtype != gradient.dtype:
-            found[i] = alias(gradient)
-        else:
-            views.setdefault(id(base), (base, []))[1].append((int(gradient.storage_offset()), gradient.numel(), i))
-    for base, spans in views.values():
-        pieces = _cut(alias(base), sorted(spans))
-        for piece, (_, _, i) in zip(pieces or (), sorted(spans), strict=pieces is not None):
-            found[i] = piece
-        if pieces is None:
-            for _, _, i in spans:
-                found[i] = alias(gradients[i])
+        if (base := gradient._base) is not None and gradient.is_contiguous():
+            if (known := views.get(id(base))) is None and base.dim() == 1 and base.dtype == gradient.dtype:
+                known = views[id(base)] = base, base.dtype, []
+            if known is not None and known[1] == gradient.dtype:
+                known[2].append((int(gradient.storage_offset()), gradient.numel(), i))
+                continue
+        found[i] = alias(gradient)
+    for base, _, spans in views.values():
+        spans.sort()
+        pieces = _cut(alias(base), spans)
+        for at, (_, _, i) in enumerate(spans):
+            found[i] = alias(gradients[i]) if pieces is None else pieces[at]
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -109,5 +110,5 @@ def sole_memory(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
     ours = len({id(gradient) for gradient in gradients}) + len(bases) + 1  # and `storage`
     if count(storage._cdata) != ours:
         return None
-    with torch.inference_mode(False):  # an evaluation may be what queues this; training writes to it later
+    with trainable():
         return torch.empty(0, dtype=torch.uint8, device=gradients[0].device).set_(storage)

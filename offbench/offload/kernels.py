@@ -42,6 +42,11 @@ class Call:
 def run_calls(calls: Sequence[Call], implementation: Implementation, in_place: bool) -> None:
     """Queue all of them, made for this one time, on the current stream: those with equal hyperparameters as one.
     in_place: the moments are in host memory."""
+    if torch.is_grad_enabled():  # not in step()
+        with torch.no_grad():
+            return run_calls(calls, implementation, in_place)
+    if len(calls) == 1:  # as each update of state that moves
+        return _run(calls[0], implementation, in_place)
     together: dict[Hyper, Call] = {}
     for call in calls:
         if call.hyper in together:
@@ -52,7 +57,6 @@ def run_calls(calls: Sequence[Call], implementation: Implementation, in_place: b
         _run(call, implementation, in_place)
 
 
-@torch.no_grad()
 def _run(call: Call, implementation: Implementation, in_place: bool) -> None:
     tensors = call.parameters, call.gradients, call.first, call.second
     if in_place:

@@ -123,5 +123,7 @@ def moments_in(home: torch.Tensor, members: Sequence[Member]) -> dict[nn.Paramet
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that nobody else holds and that is no view."""
+    if type(tensor) is torch.Tensor:
+        return tensor.detach()
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -75,7 +76,9 @@ class Prefetch:
         self._gradients: dict[int, int] = {}
         """Bytes of gradients by chunk that some step() has updated."""
         self._missing: dict[int, int] = {}
-        """Those that were not there yet when they were last looked for."""
+        """Those that were not there yet when all of them were last looked for."""
+        self._come: int | None = None
+        """One that was."""
 
     def backward(self) -> None:
         """A module's backward is about to begin: move in what there is room for. Everything that the previous step
@@ -83,7 +86,7 @@ class Prefetch:
         if self.is_due and (waiting := self._waiting()):
             room = self._allowance.ahead_of_step()
             if room >= waiting[0].nbytes:  # else gradients need not be looked at
-                self._borrow(room - self._coming())
+                self._borrow(room - self._coming(room - waiting[0].nbytes))
 
     def backward_ends(self) -> None:
         """All of it is over, and all gradients are there. The previous step must be finished if this is the last."""
@@ -121,7 +124,7 @@ class Prefetch:
         self._usual, self._passes = self._passes, 0
         self._candidates = [] if self._refused else list(moving)
         self._gradients |= {chunk.index: chunk.nbytes // 2 for chunk in updated}
-        self._missing = dict(self._gradients)
+        self._missing, self._come = dict(self._gradients), None
 
     def shrink(self) -> None:
         """Drop copies, the last first, while a pass that was not expected needs their memory."""
@@ -141,14 +144,23 @@ class Prefetch:
         """Chunks are no longer what they were: nothing moves in before the next step() has told which do."""
         self._candidates, self._gradients = [], {}
 
-    def _coming(self) -> int:
-        """Bytes of gradients that are not there yet."""
+    def _coming(self, most: float = inf) -> int:
+        """Bytes of gradients that are not there yet; where they are more than `most`, a figure above that. Then not
+        all are looked at, which takes time at every module's backward."""
         there = self._engine.has_gradients
-        found = next((chunk for chunk in self._gradients if chunk not in self._missing), None)
-        if found is not None and not there(found):  # a backward that failed is done once more
+        if self._come is not None and not there(self._come):  # a backward that failed is done once more
             self._missing = dict(self._gradients)
-        self._missing = {chunk: nbytes for chunk, nbytes in self._missing.items() if not there(chunk)}
-        return sum(self._missing.values())
+        missing: dict[int, int] = {}
+        total = 0
+        for chunk, nbytes in self._missing.items():  # in the forward's order: those that come last
+            if not there(chunk):
+                missing[chunk] = nbytes
+                total += nbytes
+                if total > most:
+                    return total
+        self._missing = missing
+        self._come = next((chunk for chunk in self._gradients if chunk not in missing), None)
+        return total
 
     def _waiting(self) -> list[Chunk]:
         return self._candidates[len(self._held) :]

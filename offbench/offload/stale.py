@@ -31,6 +31,6 @@ def hidden(work: Work, streams: Streams) -> Work:
             parameter.copy_(copy)
         work.update(state)
 
-    streams.compute().run(put_away, writes=[streams.access(tensor) for tensor in (*kept, *work.parameters)])
+    streams.compute().run(put_away, writes=streams.accesses((*kept, *work.parameters)))
     # With the gradients, since those are kept until the update has run.
     return dataclasses.replace(work, update=update, gradients=[*work.gradients, *kept], calls=None)

@@ -12,7 +12,8 @@ exists, so that a test can take exactly that one away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -95,6 +96,9 @@ class Streams(Protocol):
     def access(self, tensor: torch.Tensor) -> Access:
         """The bytes of a contiguous tensor, as `Stream.run` wants them named."""
 
+    def accesses(self, tensors: Iterable[torch.Tensor]) -> Sequence[Access]:
+        """Those of several; none, and no tensor is looked at, where nobody wants to know."""
+
     def allocated(self) -> int | None:
         """Bytes of live tensors on the device; None where nobody counts them."""
 
@@ -123,6 +127,7 @@ class DeviceStream:
         self._module = module
         self._raw = raw
         self._timing = timing
+        self._switch: Any = getattr(module, "set_stream", None)  # the CPU's has none
 
     def _stream(self) -> Any:
         return self._raw if self._raw is not None else self._module.current_stream()
@@ -132,8 +137,16 @@ class DeviceStream:
         if self._raw is None:
             do()
             return
-        with self._module.stream(self._raw):
+        before = self._module.current_stream() if self._switch is not None else None
+        if before is None or before.device_index != self._raw.device_index:
+            with self._module.stream(self._raw):
+                do()
+            return
+        self._switch(self._raw)  # as the context does, for a part of what that costs the host
+        try:
             do()
+        finally:
+            self._switch(before)
 
     def record(self) -> DeviceEvent:
         """Mark the current end of the queue."""
@@ -158,6 +171,8 @@ class DeviceStreams:
         self._timing = device.type != "cpu"
         self._compute = DeviceStream("compute", self._module, None, self._timing)
         self._side: dict[str, DeviceStream] = {}
+        self._foreign: DeviceStream | None = None
+        """The one asked for last: FSDP gathers on the same stream again and again."""
 
     def compute(self) -> DeviceStream:
         """The caller's current stream."""
@@ -171,11 +186,13 @@ class DeviceStreams:
 
     def foreign(self, stream: Any) -> DeviceStream:
         """Wrap a stream somebody else made."""
-        return DeviceStream("foreign", self._module, stream, self._timing)
+        if self._foreign is None or self._foreign._raw is not stream:
+            self._foreign = DeviceStream("foreign", self._module, stream, self._timing)
+        return self._foreign
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 memory [nbytes] from the caching allocator's pool of the current stream."""
-        with torch.inference_mode(False):  # an evaluation may be what queues an update; training writes to it later
+        with trainable():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def release(self, tensors: Sequence[torch.Tensor], used_by: Sequence[Stream]) -> None:
@@ -198,5 +215,15 @@ class DeviceStreams:
         """Nothing looks at accesses here: the device orders by events alone."""
         return _ANYWHERE
 
+    def accesses(self, tensors: Iterable[torch.Tensor]) -> Sequence[Access]:
+        """None: they would be named for every copy and update of every step."""
+        return ()
+
 
 _ANYWHERE = Access("", 0, 0)
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def trainable() -> AbstractContextManager[None]:
+    """To make memory in that training writes to later, where an evaluation may be what queues an update."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING

@@ -37,8 +37,10 @@ class ChunkUpdates:
 
     def __init__(self, chunk: Chunk, members: Sequence[Member], implementation: Implementation) -> None:
         self.members = tuple(members)
+        self.parameters = tuple(member.parameter for member in members)
         self.chunk = chunk
         self._implementation = implementation
+        self._groups = _by_group(self.members)
         self._laid_out = [laid_out(member.local) for member in self.members]
         self._flat: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
         """By position: a member's local shard, its address, and its flat view, which goes when the shard does: where a
@@ -73,11 +75,12 @@ class ChunkUpdates:
         that must drain what is pending.
         """
         locals_ = [local for local, _ in present.values()]
-        is_flat = all(tensor.is_contiguous() for tensor in (*locals_, *gradients))
-        flats = [flat for _, flat in present.values()]
-        parameters = flats if is_flat else locals_
-        members = [self.members[position] for position in present]
-        cuts = self._find_cuts(locals_) if is_flat and len(present) == len(self.members) else None
+        is_flat = all([tensor.is_contiguous() for tensor in (*locals_, *gradients)])  # noqa: C419 - a list is faster
+        is_whole = len(present) == len(self.members)
+        parameters = [flat for _, flat in present.values()] if is_flat else locals_
+        members = self.members if is_whole else [self.members[position] for position in present]
+        groups = self._groups if is_whole else _by_group(members)
+        cuts = self._find_cuts(locals_) if is_flat and is_whole else None
 
         def calls(state: Staged) -> list[Call]:
             if cuts is not None and (cut := cuts.cut(state)) is not None:
@@ -86,20 +89,17 @@ class ChunkUpdates:
                 moments = [member.flat(state, flat) for member, flat in zip(members, parameters, strict=True)]
             else:
                 moments = [member.views(state) for member in members]
-            found = []
-            for group in sorted({member.group for member in members}):
-                chosen = [i for i, member in enumerate(members) if member.group == group]
-                found.append(
-                    Call(
-                        [parameters[i] for i in chosen],
-                        [_shaped(gradients[i], parameters[i]) for i in chosen],
-                        [moments[i][0] for i in chosen],
-                        [moments[i][1] for i in chosen],
-                        [members[i].step for i in chosen],
-                        hypers[group],
-                    )
+            return [
+                Call(
+                    [parameters[i] for i in chosen],
+                    [_shaped(gradients[i], parameters[i]) for i in chosen],
+                    [moments[i][0] for i in chosen],
+                    [moments[i][1] for i in chosen],
+                    [members[i].step for i in chosen],
+                    hypers[group],
                 )
-            return found
+                for group, chosen in groups
+            ]
 
         run_all = partial(run_calls, implementation=self._implementation, in_place=in_place)
 
@@ -175,7 +175,10 @@ def updates_of(
 
 def have_gradients(updates: Sequence[ChunkUpdates], chunk: int) -> bool:
     """Whether each parameter of that chunk has a gradient by now."""
-    return all(member.parameter.grad is not None for member in updates[chunk].members)
+    for parameter in updates[chunk].parameters:  # noqa: SIM110 - a generator would take three times as long
+        if parameter.grad is None:
+            return False
+    return True
 
 
 def take_gradients(
@@ -197,8 +200,8 @@ def take_gradients(
     for update in updates:
         present = {}
         is_first = update.is_first
-        for position, member in enumerate(update.members):
-            gradient = member.parameter.grad
+        for position, parameter in enumerate(update.parameters):
+            gradient = parameter.grad
             if gradient is not None:
                 if gradient.layout is not torch.strided:
                     raise OffbenchError(
@@ -207,8 +210,8 @@ def take_gradients(
                     )
                 present[position] = update.shard(position)
                 if is_first:
-                    parameters.append(member.parameter)
-                    gradients.append(gradient_of(member.parameter, gradient))
+                    parameters.append(parameter)
+                    gradients.append(gradient_of(parameter, gradient))
         if present:
             if is_first and update.chunk.piece is not None:
                 gradients[-1] = gradients[-1].contiguous()
@@ -233,6 +236,14 @@ def _described(found: tuple[Any, ...]) -> str:
     shape, dtype, device, strides = found
     where = f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"
     return f"{where} with strides {strides}" if strides else where
+
+
+def _by_group(members: Sequence[Member]) -> list[tuple[int, list[int]]]:
+    """Param groups in order, and which of the members are in them."""
+    return [
+        (group, [i for i, member in enumerate(members) if member.group == group])
+        for group in sorted({member.group for member in members})
+    ]
 
 
 def _shaped(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
