@@ -35,9 +35,10 @@ class Schedule:
     deferred: bool = False
     """True: an update runs before its layer's next forward, on a stream of its own; False: inside step()."""
     lead: int = 8
-    """Deferred: moving chunks queued by step() itself, and resident ones before them."""
+    """Deferred: moving chunks queued by step() itself, and resident ones before them. With write_back backward step()
+    queues one chunk where the host waits for the device after it (`meanwhile`), and the others in that wait."""
     ahead: int = 4
-    """Deferred: chunks kept queued in front of the forward."""
+    """Deferred: chunks kept queued in front of the forward, as far as the host gets to it."""
     first_step: Literal["bounded", "whole"] = "bounded"
     """whole: the first step stages all state on the device at once, as upstream did."""
 
