@@ -63,6 +63,27 @@ def test_steps_with_large_parameters_in_pieces_are_those_of_the_records() -> Non
     assert f"moved {first}, {second} and {third} GiB/s a GPU both ways" in " ".join(PAGE.split())
 
 
+def test_what_bounds_the_steps_is_what_the_records_say_of_rank_0() -> None:
+    cells = {}
+    for line in PAGE[PAGE.index("## What bounds") :].splitlines():
+        if found := re.fullmatch(r"\| ([^|]+) \| ([\d.]+), [\d.]+ \| ([\d.]+), [\d.]+ \|", line):
+            cells[found[1]] = found[2], found[3]
+    names = {
+        "step": ["step_s"],
+        "computing, with dispatch and combine": ["compute_s"],
+        "waits for move-in": ["move_in_s"],
+        "tail: waits for write-back": ["tail_s"],
+        "waits for FSDP2's collectives": ["gather_s"],
+        "AdamW": ["update_s"],
+        "launch-bound, between kernels, unexplained": ["launch_s", "between_s", "unexplained_s"],
+    }
+    splits = {record.spec.arm.name: record.split.total for record in CUT if record.split}
+    assert cells == {
+        name: tuple(f"{sum(getattr(splits[arm], field) for field in fields):.3f}" for arm in ("overlap", "stream"))
+        for name, fields in names.items()
+    }
+
+
 def both_ways(record: RunRecord) -> float:
     moved = record.moved
     assert moved.in_bytes_per_step
