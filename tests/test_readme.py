@@ -57,14 +57,18 @@ def kept_and_peak(record: RunRecord, file: list[RunRecord]) -> tuple[str, str, s
 
 
 def test_later_rows_of_stream() -> None:
-    sixth, eighth = of("stream-sixth"), of("stream-eighth")
+    sixth, eighth, ninth, alone = (of(f"stream-{name}") for name in ("sixth", "eighth", "ninth", "ninth-auto"))
     first = kept_and_peak(next(r for r in sixth if r.spec.arm.lead == 12), sixth)
     auto, other, slow, _ = (kept_and_peak(r, eighth) for r in eighth if r.spec.arm.name == "stream")
-    assert first[1:] == other[1:]
+    third, _ = (kept_and_peak(r, ninth) for r in ninth if r.spec.arm.name == "stream")
+    (last,) = (kept_and_peak(r, alone) for r in alone if r.spec.arm.name == "stream")
+    assert first[1:] == other[1:] == third[1:]
     assert (
-        f"`stream` with {first[1]} GiB kept, peak {first[2]} GiB, [{first[0]}](results/h200-stream-sixth.md) and "
-        f"[{other[0]}](results/h200-stream-eighth.md) x none, with `--state-budget auto` {auto[0]} ({auto[1]} GiB "
-        f"kept, peak {auto[2]}) and emulated {slow[0]} ({slow[1]}, {slow[2]}; the same file)"
+        f"`stream` with {first[1]} GiB kept, peak {first[2]} GiB, [{first[0]}](results/h200-stream-sixth.md), "
+        f"[{other[0]}](results/h200-stream-eighth.md) and [{third[0]}](results/h200-stream-ninth.md) x none, with "
+        f"`--state-budget auto` {auto[0]} ({auto[1]} GiB kept, peak {auto[2]}), emulated {slow[0]} "
+        f"({slow[1]}, {slow[2]}; both in the second file) and [{last[0]}](results/h200-stream-ninth-auto.md) "
+        f"({last[1]}, {last[2]})"
     ) in PROSE
 
 
