@@ -93,11 +93,9 @@ class Streams(Protocol):
     def release(self, tensors: Sequence[torch.Tensor], used_by: Sequence[Stream]) -> None:
         """Give memory back once what is queued on `used_by` now has run; with none, in compute-stream order."""
 
-    def access(self, tensor: torch.Tensor) -> Access:
-        """The bytes of a contiguous tensor, as `Stream.run` wants them named."""
-
     def accesses(self, tensors: Iterable[torch.Tensor]) -> Sequence[Access]:
-        """Those of several; none, and no tensor is looked at, where nobody wants to know."""
+        """The bytes of contiguous tensors, as `Stream.run` wants them named; none, and no tensor is looked at, where
+        nobody wants to know."""
 
     def allocated(self) -> int | None:
         """Bytes of live tensors on the device; None where nobody counts them."""
@@ -211,16 +209,11 @@ class DeviceStreams:
         # memory_allocated gives the same figure, but flattens all statistics first; this is asked for at every layer
         return int(self._module.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["current"])
 
-    def access(self, tensor: torch.Tensor) -> Access:
-        """Nothing looks at accesses here: the device orders by events alone."""
-        return _ANYWHERE
-
     def accesses(self, tensors: Iterable[torch.Tensor]) -> Sequence[Access]:
-        """None: they would be named for every copy and update of every step."""
+        """None: the device orders by events alone, and they would be named for every copy and update of every step."""
         return ()
 
 
-_ANYWHERE = Access("", 0, 0)
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 

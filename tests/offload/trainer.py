@@ -127,7 +127,7 @@ def run(
     if tamper is not None:
         tamper(engine)
     counters = [torch.tensor(0.0) for _ in parameters]
-    compute, access = streams.compute(), streams.access
+    compute, accesses = streams.compute(), streams.accesses
 
     there: set[int] = set()
     engine.has_gradients = there.__contains__
@@ -140,8 +140,8 @@ def run(
             for i in chunk.members:
                 compute.run(
                     lambda i=i, step=step, gradients=gradients: gradients[i].copy_(_gradient(parameters[i], step)),
-                    reads=[access(parameters[i])],
-                    writes=[access(gradients[i])],
+                    reads=accesses([parameters[i]]),
+                    writes=accesses([gradients[i]]),
                 )
         for chunk in reversed(chunks):  # the backward gathers the parameters once more
             engine.before_backward([chunk.index])
@@ -155,7 +155,7 @@ def run(
         for _ in range(passes[step] if passes else 1):
             pass_through(step, gradients)
         for gradient in gradients:
-            compute.run(lambda gradient=gradient: _clip(gradient), writes=[access(gradient)])
+            compute.run(lambda gradient=gradient: _clip(gradient), writes=accesses([gradient]))
 
         works = []
         for chunk in chunks:
