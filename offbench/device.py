@@ -247,7 +247,7 @@ class ScalarReader:
         self._sent = (len(values), self._device.stamp())
 
     def read(self) -> list[float]:
-        """The values last sent, in their order, once; waits for that copy only. Optimizers may queue updates then."""
+        """The values last sent, in their order, once; waits for that copy only, as `meanwhile.wait`."""
         assert self._sent is not None, "nothing was sent since the last read"
         (count, stamp), self._sent = self._sent, None
         if stamp.event is not None:

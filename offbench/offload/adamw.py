@@ -362,6 +362,8 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 def _end(engine: Engine, guard: fsdp.ReadGuard, withdraw: Callable[[], None]) -> None:
-    engine.drain()
-    guard.restore()
     withdraw()
+    try:
+        engine.drain()
+    finally:
+        guard.restore()

@@ -87,7 +87,9 @@ class FlowEngine(FlowMemory):
         self._streams.side("update").wait(ready, Why.GRADIENTS_READY)
         self._move_ahead(self._step)
         lent_to = {chunk for chunk, (place, _) in moved.items() if place.closed}
-        self._queue(1 if self._has_waited("step") and not lent_to else self._lead(works, lent_to))
+        lead = self._lead(works, lent_to)
+        self._step.beyond_lead = len(works) - lead
+        self._queue(1 if self._has_waited("step") and not lent_to else lead)
 
     def before_read(self, chunks: Sequence[int], look_ahead: bool = True) -> list[Event]:
         """As any engine's; what activations lent goes back as they come."""
@@ -98,18 +100,18 @@ class FlowEngine(FlowMemory):
 
     def look_ahead(self, at_leisure: bool = False) -> None:
         """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""
-        if not self._has_waited("ahead"):
-            if self._waiting():  # in a backward nothing is
-                most = self._burst(BURST_AT_LEISURE if at_leisure else BURST)
-                self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
-            self._return_state(BURST_BACK)
+        if not self._has_waited("ahead") and self._waiting():  # in a backward nothing is
+            most = self._burst(BURST_AT_LEISURE if at_leisure else BURST)
+            self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
+        self._return_state(BURST_BACK)
         self._return_arena()
         self.prefetch.shrink()
         while self._step is not None and self._step.arrived and self._allowance.is_crowded():
             self._give_back(self._step.arrived.pop(0))
 
     def queue_more(self) -> bool:
-        """As any engine's; resident state a kernel at a time, and behind the last update write-back."""
+        """As any engine's; resident state a kernel at a time, first what step() left of its lead, and behind the last
+        update write-back."""
         step = self._step
         if step is None or not (step.waiting or step.staged):
             return False
@@ -118,6 +120,8 @@ class FlowEngine(FlowMemory):
         elif works := self._kept_together(step, len(step.waiting)):
             self._allowance.changed()
             self._queue_kept(step, works)
+        elif len(step.waiting) > step.beyond_lead:
+            self._queue(1)
         else:
             return super().queue_more()
         return True

@@ -42,6 +42,8 @@ class FlowStep:
     """Memory of the arena that is not given back yet."""
     lent: list[Extent]
     """Memory of state that was here before step(), each chunk's its own; it goes back once that is written back."""
+    beyond_lead: int = 0
+    """Updates that are none of those that step() queues, or leaves to the host's wait after it."""
     retired: bool = False
     """The arena goes back as soon as nothing is staged in it."""
     moved: dict[int, tuple[Place, Event]] = field(default_factory=dict)

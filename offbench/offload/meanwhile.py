@@ -30,7 +30,7 @@ _waits = [0]
 
 
 def waits() -> int:
-    """How often the process has waited so far, also where the event had passed."""
+    """How often the process has waited so far; where the event had passed, the host had no time to queue anything."""
     return _waits[0]
 
 
@@ -47,9 +47,11 @@ def offer(queue_more: QueueMore) -> Callable[[], None]:
 def wait(event: Awaited) -> None:
     """Hold the host until `event` has passed, as `event.synchronize()` does; until then optimizers queue updates.
 
-    Call it with the stream current that the model computes on. Raises whatever they raise.
+    Call it on the thread that runs the forward (or recomputes it), with the stream current that the model computes on;
+    optimizers of several models in a process must share that stream. Raises whatever they raise.
     """
-    _waits[0] += 1
-    while not event.query() and any(queue_more() for queue_more in list(_offers)):
-        pass
+    if not event.query():
+        _waits[0] += 1
+        while any(queue_more() for queue_more in list(_offers)) and not event.query():
+            pass
     event.synchronize()

@@ -186,7 +186,7 @@ def _own_rate(record: RunRecord, schedule: Schedule, records: Iterable[RunRecord
     """
     own = _both_ways(record)
     if schedule.update == "host_memory":  # no copy: the share of the link that its kernels had is its own
-        return links if own is None else Links.of(links.into, links.out, own / IN_PLACE)
+        return links if own is None else Links.of(max(links.into, own / 2), max(links.out, own / 2), own / IN_PLACE)
     if record.spec.mode.nproc < 2 or record.source == "published":
         return links
     at_once = schedule.copy_streams and not schedule.deferred

@@ -14,12 +14,14 @@ from offbench.device import CpuDevice, ScalarReader, Stamp
 from offbench.offload import OffloadedAdamW, meanwhile
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.engine import Engine
+from offbench.offload.flow import FlowEngine
 from offbench.offload.flow_step import FlowStep
+from offbench.offload.fsdp import param_groups
 from offbench.offload.schedule import Schedule
 from offbench.workload.experts import ExpertParallel
 from offbench.workload.kernels import Kernels
 from tests.offload import sharded, trainer
-from tests.offload.test_look_ahead import net, parameter_groups, train
+from tests.offload.test_look_ahead import WIDTH, net, parameter_groups, train
 from tests.offload.trainer import stream
 from tests.ranks import on_ranks
 
@@ -210,6 +212,8 @@ def trained(rank: int, arm: str) -> tuple[list[str], int]:
     for layer in model.layers:
         layer.attention.register_forward_hook(lambda *_: meanwhile.wait(Passes(2)))
     schedule = dataclasses.replace(sharded.schedule_of(arm, lead=1, ahead=4), chunk_bytes=1, whole_bytes=1 << 30)
+    if arm == "stream":  # some of it stays, and is updated together
+        schedule = dataclasses.replace(schedule, resident_bytes=8 * 3 * WIDTH * WIDTH)
     streams = AdversarialStreams({"in": "lazy", "update": "lazy", "out": "lazy"})
     optimizer = OffloadedAdamW(
         parameter_groups(model), **sharded.OPTIONS, model=model, schedule=schedule, streams=streams
@@ -218,6 +222,15 @@ def trained(rank: int, arm: str) -> tuple[list[str], int]:
     assert engine is not None
     optimizer.detach()
     counted, queue_more = [0], engine.queue_more
+    together: list[int] = []
+    if isinstance(engine, FlowEngine):
+        queue_kept = engine._queue_kept
+
+        def spy_kept(step, works) -> None:
+            together.append(len(works))
+            queue_kept(step, works)
+
+        engine._queue_kept = spy_kept  # type: ignore[method-assign]
 
     def spy() -> bool:
         there = len(engine._waiting())
@@ -228,6 +241,7 @@ def trained(rank: int, arm: str) -> tuple[list[str], int]:
     engine.queue_more = spy  # type: ignore[method-assign]
     optimizer._watch(engine)
     wrong = sharded.differences(expected, train(model, optimizer, rank))
+    assert (max(together, default=0) > 1) == (arm == "stream"), "what stays is updated together in waits"
     return wrong + streams.order.violations, counted[0]
 
 
@@ -240,6 +254,128 @@ def test_a_model_that_waits_in_every_layer_trains_to_the_same_bits() -> None:
         for arm, (wrong, count) in found.items():
             assert wrong == [], arm
             assert count > 10, arm
+
+
+def test_what_step_leaves_of_its_lead_is_queued_in_the_wait_after_it() -> None:
+    """Also moving chunks behind more resident ones than are queued ahead."""
+    schedule = stream(lead=2, ahead=1, resident_bytes=3 * trainer.CAP)
+    streams, found = AdversarialStreams({}), []
+
+    def watch(engine: Engine) -> None:
+        step = engine.step
+        withdraw.append(meanwhile.offer(engine.queue_more))
+
+        def spy_step(works) -> None:
+            meanwhile.wait(Passes(1))
+            step(works)
+            after = len(engine._waiting())
+            meanwhile.wait(Passes(99))
+            moving = [work.chunk.index for work in works if work.chunk.index not in engine._resident]
+            left = [work.chunk.index for work in engine._waiting()]
+            found.append((len(works) - after, moving.index(left[0])))
+
+        engine.step = spy_step  # type: ignore[method-assign]
+
+    withdraw: list[Callable[[], None]] = []
+    try:
+        assert trainer.run(schedule, streams, watch).equals(trainer.plain())
+    finally:
+        withdraw[0]()
+    assert set(found) == {(1, 2)}, "one update by step(), and then up to the second that moves"
+
+
+class Longer(AdversarialStreams):
+    """Counts memory for a workload whose activations grow layer by layer, and in the last step by more."""
+
+    def __init__(self, after: int | None) -> None:
+        super().__init__()
+        self.after = after
+        """Every read and step is followed by a wait that passes when it is asked so often; None: by none."""
+        self.own, self.steps, self.reads = 0, 0, 0
+        self.at_loss: list[int] = []
+
+    def allocated(self) -> int:
+        allowance = self.engine._allowance
+        return self.own + allowance.staged_bytes + allowance._kept_bytes
+
+    def wait(self) -> None:
+        if self.after is not None:
+            meanwhile.wait(Passes(self.after))
+
+    def watch(self, engine: FlowEngine) -> None:
+        self.engine = engine
+        before_read, step, before_backward = engine.before_read, engine.step, engine.before_backward
+
+        def read(chunks, look_ahead=True):
+            if len(self.at_loss) == self.steps:
+                self.reads += 1
+                more = 4000 * max(0, self.reads - 6) if self.steps == trainer.STEPS - 1 else 0
+                owed = engine._step
+                gradients = owed.gradient_bytes - owed.freed_bytes if owed is not None else 0
+                self.own = 100_000 + 1000 * self.reads + more + gradients
+            events = before_read(chunks, look_ahead)
+            self.wait()
+            return events
+
+        def spy_step(works) -> None:
+            self.own = 100_000 + sum(work.chunk.nbytes // 2 for work in works)
+            step(works)
+            self.steps, self.reads = self.steps + 1, 0
+            self.wait()
+
+        def backward(chunks) -> None:
+            if len(self.at_loss) == self.steps:
+                self.at_loss.append(engine._allowance.staged_bytes)
+            before_backward(chunks)
+
+        engine.before_read, engine.step, engine.before_backward = read, spy_step, backward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("after", [None, 0, 1, 2, 99])
+def test_a_longer_batch_leaves_no_more_staging_at_its_loss_however_long_the_waits(after: int | None) -> None:
+    streams = Longer(after)
+    withdraw: list[Callable[[], None]] = []
+
+    def watch(engine: Engine) -> None:
+        assert isinstance(engine, FlowEngine)
+        streams.watch(engine)
+        withdraw.append(meanwhile.offer(engine.queue_more))
+
+    try:
+        assert trainer.run(stream(lead=4, ahead=4), streams, watch).equals(trainer.plain())
+    finally:
+        withdraw[0]()
+    assert streams.at_loss[-2] > 0
+    assert streams.at_loss[-1] == 0
+
+
+def test_waits_that_have_passed_are_none() -> None:
+    before = meanwhile.waits()
+    meanwhile.wait(Passes(0))
+    assert meanwhile.waits() == before
+    meanwhile.wait(Passes(1))
+    assert meanwhile.waits() == before + 1
+
+
+def fails_to_drain(rank: int) -> int:
+    model = net(True)
+    schedule = sharded.schedule_of("stream")
+    optimizer = OffloadedAdamW(model.parameters(), **sharded.OPTIONS, model=model, schedule=schedule)
+    assert optimizer._engine is not None
+
+    def drain() -> None:
+        raise torch.OutOfMemoryError
+
+    optimizer._engine.drain = drain  # type: ignore[method-assign]
+    assert optimizer._finalizer is not None
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer._finalizer()
+    assert "unshard" not in param_groups(model)[0].__dict__, "the model is as it was"
+    return len(meanwhile._offers)
+
+
+def test_an_optimizer_that_cannot_drain_is_asked_no_more() -> None:
+    assert on_ranks(1, fails_to_drain) == [0]
 
 
 def test_an_optimizer_that_is_dropped_or_detached_is_asked_no_more() -> None:

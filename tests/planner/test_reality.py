@@ -37,7 +37,7 @@ from offbench.planner.sources import (
     schedule_of,
 )
 from offbench.planner.tasks import SmallCopies
-from offbench.record import RunRecord
+from offbench.record import Link, RunRecord
 from offbench.results_file import read_records
 from offbench.seed import TABLE_A, TABLE_B, published
 from offbench.workload import presets
@@ -214,6 +214,10 @@ def test_a_row_whose_updates_had_more_of_the_link_than_others_says_so() -> None:
     assert fast.name.startswith("zerocopy")
     assert fast.reason == f"{KERNELS} 67.0 GiB/s of a GPU and not 54.8, at which it takes 2.259 s"
     assert fast.actual_s == pytest.approx(2.259, rel=0.002)
+    narrow = Link(in_bytes_per_s=20e9, out_bytes_per_s=20e9, both_bytes_per_s=40e9)
+    probed = [r.model_copy(update={"link": narrow}) if r.spec.arm.name == "zerocopy" else r for r in records]
+    said = [row.reason for row in against(probed)[0] if row.name.startswith("zerocopy")]
+    assert [reason.split()[9] for reason in said if reason] == ["55.6", "59.1", "67.0"], "what was measured"
     slow = [r.model_copy(update={"step_s": 3.0}) if r.step_s == fast.actual_s else r for r in records]
     assert UNKNOWN in {row.reason for row in against(slow)[0]}
 
