@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,4 +105,20 @@ def test_an_operation_runs_on_its_stream_and_the_callers_comes_back() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         stream.run(fails)
     assert seen == ["in", "in"]
+    assert module.now.name == "caller's"
+
+
+def test_an_operation_on_another_device_enters_its_context() -> None:
+    module: Any = Module()
+    entered: list[Any] = []
+
+    @contextmanager
+    def context(stream: Any) -> Iterator[None]:
+        entered.append(stream)
+        yield
+
+    module.stream = context
+    raw = SimpleNamespace(name="in", device_index=1)
+    DeviceStream("in", module, raw, timing=False).run(lambda: entered.append("run"))
+    assert entered == [raw, "run"]
     assert module.now.name == "caller's"
