@@ -115,9 +115,14 @@ def test_rows_of_stream_against_a_bound_and_ideals_that_know_the_loss() -> None:
 
 EIGHTH = [of("stream-sixth"), of("stream-seventh"), of("stream-eighth")]
 NINTH = [of("stream-ninth"), of("stream-ninth-auto")]
+TENTH = [of("stream-tenth")[:3]]
+"""The last row there has no `none` of its machine."""
 
 
-@pytest.mark.parametrize(("name", "files"), [("eighth version", EIGHTH), ("ninth version", NINTH)])
+@pytest.mark.parametrize(
+    ("name", "files"),
+    list(zip(("eighth version", "ninth version", "tenth version"), (EIGHTH, NINTH, TENTH), strict=True)),
+)
 def test_rows_of_the_latest_versions(name: str, files: list[list[RunRecord]]) -> None:
     rows = [(r, file) for file in files for r in file if r.spec.arm.name == "stream" and r.status == "ok"]
     for line, (record, file) in zip(table(name), rows, strict=True):

@@ -13,6 +13,7 @@ from offbench.compare import Row, compare
 from offbench.record import RunRecord
 from offbench.units import GIB
 from tests.test_hiding_copies import KERNEL, STOCK, inside_step, of, one, same
+from tests.test_hiding_copies_pairs import PAIRS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 PROSE = " ".join(README.split())
@@ -56,20 +57,35 @@ def kept_and_peak(record: RunRecord, file: list[RunRecord]) -> tuple[str, str, s
     return f"{(record.step_s or 0) / none:.3f}", f"{kept / GIB:.1f}", f"{peak / GIB:.1f}"
 
 
-def test_later_rows_of_stream() -> None:
-    sixth, eighth, ninth, alone = (of(f"stream-{name}") for name in ("sixth", "eighth", "ninth", "ninth-auto"))
-    first = kept_and_peak(next(r for r in sixth if r.spec.arm.lead == 12), sixth)
-    auto, other, slow, _ = (kept_and_peak(r, eighth) for r in eighth if r.spec.arm.name == "stream")
-    third, _ = (kept_and_peak(r, ninth) for r in ninth if r.spec.arm.name == "stream")
-    (last,) = (kept_and_peak(r, alone) for r in alone if r.spec.arm.name == "stream")
-    assert first[1:] == other[1:] == third[1:]
-    assert (
-        f"`stream` with {first[1]} GiB kept, peak {first[2]} GiB, [{first[0]}](results/h200-stream-sixth.md), "
-        f"[{other[0]}](results/h200-stream-eighth.md) and [{third[0]}](results/h200-stream-ninth.md) x none, with "
-        f"`--state-budget auto` {auto[0]} ({auto[1]} GiB kept, peak {auto[2]}), emulated {slow[0]} "
-        f"({slow[1]}, {slow[2]}; both in the second file) and [{last[0]}](results/h200-stream-ninth-auto.md) "
-        f"({last[1]}, {last[2]})"
-    ) in PROSE
+def test_the_table_of_latest_rows() -> None:
+    lines = README[README.index("| arm | link GiB/s |") :].split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    (pairs,) = compare(PAIRS)
+    none, *rest = pairs.rows
+    for line, row in zip(cells, rest, strict=False):
+        low, high = row.x_none_interval or (0, 0)
+        assert line[1:3] == ["native", f"{row.x_none:.3f} ({low:.3f} to {high:.3f})"]
+        assert same(line[3], peak_gib(row))
+        assert line[4] == "[five pairs](results/h200-table-native.md)"
+        assert row.pairs == 5
+    kept = next(r for r in PAIRS if r.spec.arm.name == "stream").peak.state_at_backward_end_bytes or 0
+    assert f"stream, {kept / GIB:.1f} GiB of state kept" == cells[1][0]
+    alone = [("stream-tenth", 5 * GIB, True), ("stream-ninth", 14 * GIB, False), ("stream-eighth", 16 * GIB, False)]
+    for line, (name, least, native) in zip(cells[2:], alone, strict=True):
+        streams = [r for r in of(name) if r.spec.arm.name == "stream"]
+        record = next(r for r in streams if (r.peak.state_at_backward_end_bytes or 0) > least)
+        x_none, held, peak = kept_and_peak(record, of(name))
+        assert f"{held} GiB kept" in line[0]
+        assert ("auto" in line[0]) == (record.spec.arm.state_budget == "auto")
+        assert line[1:4] == ["native" if native else "38.8", x_none, peak]
+        assert (record.spec.mode.emulate_link is None) == native
+        assert line[4] == f"[one](results/h200-{name}.md)"
+    less = [peak_gib(none) - float(cells[at][3]) for at in (2, 1)]
+    worse = [100 * (float(cells[at][2].split()[0]) - 1) for at in (2, 1)]
+    words = (
+        "with {:.1f} GiB less on the GPU costs {:.1f} % of a step, which is within what steps differ, and with {:.1f}"
+    )
+    assert words.format(less[0], worse[0], less[1]) + f" GiB less {worse[1]:.1f} %" in PROSE
 
 
 def test_the_opening_table() -> None:
@@ -102,15 +118,8 @@ def part(record: RunRecord, name: str) -> float:
 
 
 def test_what_the_overhead_is() -> None:
-    none, (stream, _), (_, slow) = (
-        rows(arm, *copies) for arm, *copies in (("none", "kernel", "stock"), ROWS[-2], ROWS[-1])
-    )
+    (stream, _), (_, slow) = (rows(arm, *copies) for arm, *copies in ROWS[-2:])
     stock, kernel = rows("overlap", "stock", "stock"), rows("overlap", "kernel", "kernel")
-    for row in (stream, slow):
-        assert row
-        assert row.x_none
-        less = peak_gib(none[0]) - peak_gib(row)
-        assert f"{100 * (row.x_none - 1):.0f} % longer with {less:.1f} GiB less" in PROSE
     gained = [
         (a.step_s.median - b.step_s.median)
         for a, b in zip(stock, kernel, strict=True)

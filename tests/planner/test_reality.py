@@ -37,6 +37,7 @@ from offbench.planner.sources import (
     schedule_of,
 )
 from offbench.planner.tasks import SmallCopies
+from offbench.planner.text import HOST
 from offbench.record import Link, RunRecord
 from offbench.results_file import read_records
 from offbench.seed import TABLE_A, TABLE_B, published
@@ -365,3 +366,23 @@ def test_rows_without_a_baseline_or_a_time_are_named() -> None:
         "chunked: left out, no row of arm none with phases and rates for the same job",
         "chunked: left out, status oom",
     ]
+
+
+def test_what_launches_cost_beside_the_simulation() -> None:
+    above = []
+    for path in RESULTS.glob("h200-*.jsonl"):
+        records = read_records([path]).records
+        for record in records:
+            arm, mode = record.spec.arm, record.spec.mode
+            by_kernels = (arm.fsdp_copies, arm.readbacks) == ("kernel", "kernel")
+            if arm.name in ("overlap", "stream") and by_kernels and (mode.kind, mode.nproc) == ("rehearsal", 1):
+                ideal = seconds(record, none_rows(records, record))
+                if record.status == "ok" and record.step_s and ideal:
+                    above.append(record.step_s - ideal)
+    prose = " ".join((RESULTS.parent / "docs" / "plan.md").read_text().split())
+    less = [-one for one in above if one < 0]
+    assert (
+        f"took {statistics.median(above):.3f} s longer than simulated in the median of {len(above)} rehearsals on one "
+        f"H200, at most {max(above):.3f} s; {len(less)} took up to {max(less):.3f} s less."
+    ) in prose
+    assert f"took up to {max(above):.2f} s a step longer than simulated" in HOST
