@@ -2,7 +2,8 @@
 
 Rows of one group share hardware, workload, mode, versions and source; whatever differs in one of these is another
 group. Inside a group rows differ by arm, its options, and the two axes --numa and --activation-offload. Each row is
-set against `none` with the same activation axis. Failed launches are named and never enter a statistic.
+set against `none` with the same activation axis (`offbench.baseline`). Failed launches are named and never enter a
+statistic.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offbench import remarks
+from offbench.baseline import NATIVE, Round, baseline, native_none, ratios, steps_by_round
 from offbench.condition_table import Conditions
 from offbench.condition_table import apart as apart_of
 from offbench.config import ArmSpec, RunSpec
@@ -63,9 +65,9 @@ class Row:
     x_none_interval: tuple[float, float] | None = None
     """95 % interval of the mean ratio to the same launch of `none`, from LEAST_PAIRS such pairs on."""
     pairs: int = 0
-    """Launches of this row and of `none` that bear the same number: they ran in the same round."""
-    by_launch: Mapping[int, float] = field(default_factory=dict)
-    """Step times, s, by number of the launch."""
+    """Launches of this row and of `none` that ran in the same round on the same GPU (`baseline.Round`)."""
+    by_round: Mapping[Round, float] = field(default_factory=dict)
+    """Step times, s, of the launches."""
     conditions: Conditions = field(default_factory=Conditions)
     """Of the GPU, and losses."""
     loss_apart: float | None = None
@@ -169,19 +171,29 @@ def _caption(record: RunRecord) -> dict[str, Any]:
 
 def _group(records: Sequence[RunRecord], machine: Sequence[RunRecord]) -> Group:
     """machine: these records, and those of other tables whose `none` rows may say how long they compute."""
-    by_row: dict[tuple[ArmSpec, bool, str | None], list[RunRecord]] = {}
-    for record in records:
-        by_row.setdefault((record.spec.arm, record.spec.workload.activation_offload, record.label), []).append(record)
-    bare = [_with_ideal(_row(members), members, machine) for members in by_row.values()]
+    by_row = _by_row(records)
+    bare = [_with_ideal(_row(members), members, machine) for members in by_row]
+    native = [record for record in native_none(records, machine) if record.status == "ok"]
+    elsewhere = [_row(members) for members in _by_row(native)]
     noise = max((s for row in bare if row.step_s and (s := row.step_s.relative) is not None), default=None)
-    rows = [_against(row, _baseline(row, bare), noise) for row in bare]
+    rows = [_against(row, baseline(row, bare) or baseline(row, elsewhere), noise) for row in bare]
     dates = sorted({record.started_at[:10] for record in records if record.started_at})
     caption = _caption(records[0]) | {
         "dirty": any(record.env.get("dirty") for record in records),
         "dates": dates,
     }
-    notes, without = remarks.notes(records, by_row.values(), caption), _without_ideal(by_row.values(), machine)
+    notes, without = remarks.notes(records, by_row, caption, native), _without_ideal(by_row, machine)
+    if elsewhere and any(row.x_none is not None for row in rows):
+        notes.append(NATIVE)
     return Group(caption, rows, noise, remarks.failures(records), notes, without)
+
+
+def _by_row(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
+    """The launches of each row, in order of first appearance."""
+    found: dict[tuple[ArmSpec, bool, str | None], list[RunRecord]] = {}
+    for record in records:
+        found.setdefault((record.spec.arm, record.spec.workload.activation_offload, record.label), []).append(record)
+    return list(found.values())
 
 
 def _row(records: Sequence[RunRecord]) -> Row:
@@ -203,7 +215,7 @@ def _row(records: Sequence[RunRecord]) -> Row:
         tok_s=_spread(record.tok_s for record in good),
         step_s=_spread(record.step_s for record in good),
         conditions=Conditions.of(good),
-        by_launch={record.launch: record.step_s for record in good if record.step_s is not None},
+        by_round=steps_by_round(good),
         floor_s=largest(record.floor.seconds for record in good),
         bound_by=next((record.floor.bound_by for record in good if record.floor.bound_by), None),
         run_peak_bytes=largest(record.peak.run_bytes for record in good),
@@ -274,22 +286,11 @@ def _spread(values: Iterable[float | None]) -> Spread | None:
     return Spread(statistics.median(known), min(known), max(known), len(known)) if known else None
 
 
-def _baseline(row: Row, rows: Sequence[Row]) -> Row | None:
-    """`none` with the same activation axis; the fastest one when there are several, since a slow baseline hides
-    copies for free."""
-    found = [
-        (other.step_s.median, index)
-        for index, other in enumerate(rows)
-        if other.arm == "none" and other.activation_offload == row.activation_offload and other.step_s is not None
-    ]
-    return rows[min(found)[1]] if found else None
-
-
 def _against(row: Row, base: Row | None, noise: float | None) -> Row:
     if base is None or base.step_s is None or row.step_s is None:
         return row
     ratio = row.step_s.median / base.step_s.median
-    pairs = [step / base.by_launch[launch] for launch, step in row.by_launch.items() if launch in base.by_launch]
+    pairs = ratios(row.by_round, base.by_round)
     apart = difference(row.split, base.split) if row is not base and row.split and base.split else None
     return replace(
         row,

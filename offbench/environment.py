@@ -13,6 +13,7 @@ import resource
 import runpy
 import subprocess
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,11 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def gpu_state(bus_id: str, nvml: Any) -> dict[str, Any]:
-    """Name, driver, clocks, power, temperature, throttle reasons and PCIe link of one GPU as NVML sees them now."""
+    """Name, driver, clocks, power, temperature, throttle reasons and PCIe link of one GPU as NVML sees them now.
+
+    gpu_id tells GPUs of one kind apart: the first 16 hex digits of the SHA-256 of its UUID, which names the board to
+    whoever sold it, too.
+    """
 
     def ask(name: str, *args: object) -> Any:
         """One NVML query; None where this GPU, driver or binding does not have it."""
@@ -145,10 +150,11 @@ def gpu_state(bus_id: str, nvml: Any) -> dict[str, Any]:
         if reasons is None:
             reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         power, limit = ask("nvmlDeviceGetPowerUsage", handle), ask("nvmlDeviceGetEnforcedPowerLimit", handle)
-        driver = ask("nvmlSystemGetDriverVersion")
+        driver, uuid = ask("nvmlSystemGetDriverVersion"), ask("nvmlDeviceGetUUID", handle)
         return {
             "gpu": text(nvml.nvmlDeviceGetName(handle)),
             "gpu_bus_id": bus_id,
+            "gpu_id": sha256(text(uuid).encode()).hexdigest()[:16] if uuid is not None else None,
             "driver": text(driver) if driver is not None else None,
             "gpu_memory_bytes": int(memory.total) if memory else None,
             "gpu_sm_mhz": ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),

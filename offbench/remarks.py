@@ -31,8 +31,14 @@ def failures(records: Sequence[RunRecord]) -> list[str]:
     ]
 
 
-def notes(records: Sequence[RunRecord], rows: Iterable[Sequence[RunRecord]], caption: dict[str, Any]) -> list[str]:
-    """What a reader must know before trusting the table."""
+def notes(
+    records: Sequence[RunRecord],
+    rows: Iterable[Sequence[RunRecord]],
+    caption: dict[str, Any],
+    native: Sequence[RunRecord] = (),
+) -> list[str]:
+    """What a reader must know before trusting the table. native: launches of `none` that are not in it, but that its
+    rows are set against."""
     found = [note for record in records if (note := rate_note(record)) is not None]
     kinds = {record.adamw for record in records if record.status == "ok" and record.adamw}
     if len(kinds) > 1:
@@ -41,7 +47,7 @@ def notes(records: Sequence[RunRecord], rows: Iterable[Sequence[RunRecord]], cap
         found.append("rows come from an uncommitted tree: compare with care")
     for members in rows:
         found += _waiting(members)
-        found += [note for record in members for note in _loss_notes(record, records)]
+        found += [note for record in members for note in _loss_notes(record, [*records, *native])]
     found += [f"{arm_name(r.spec, r.label)}, launch {r.launch}: {w}" for r in records for w in r.warnings]
     return found
 

@@ -35,6 +35,7 @@ def test_gpu_state_is_null_where_nvml_cannot_say() -> None:
     assert (found["gpu"], found["driver"], found["gpu_power_w"]) == ("B", "580.1", 123.0)
     assert found["gpu_power_limit_w"] is None  # not supported
     assert found["pcie_replays"] is None  # not in these bindings
+    assert found["gpu_id"] == "ea44997b8b6b973a"
     assert found["gpu_throttle_reasons"] == ["power cap", "hardware thermal"]
 
 

@@ -305,14 +305,14 @@ def test_a_row_without_an_ideal_says_why() -> None:
 
 def test_none_of_another_window_or_the_native_link_says_how_long_a_row_computes() -> None:
     none, main = record(spec(), 2.0, phases_s=PHASES), record(spec("main"), 3.4, link=LINK)
-    for update in (
-        {"window": main.spec.window.model_copy(update={"warmup": 9})},
-        {"mode": main.spec.mode.model_copy(update={"emulate_link": 30e9})},
+    for update, x_none in (
+        ({"window": main.spec.window.model_copy(update={"warmup": 9})}, None),
+        ({"mode": main.spec.mode.model_copy(update={"emulate_link": 30e9})}, 1.7),
     ):
         other = main.model_copy(update={"spec": main.spec.model_copy(update=update)})
         found = [group.rows for group in compare([none, other])]
         assert [len(rows) for rows in found] == [1, 1], "another table"
-        assert (found[1][0].ideal_s, found[1][0].x_none) == (pytest.approx(1.95 + 2 * STATE_S), None)
+        assert (found[1][0].ideal_s, found[1][0].x_none) == (pytest.approx(1.95 + 2 * STATE_S), x_none)
 
 
 def test_several_launches_have_the_median_of_their_ideals() -> None:

@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from offbench.baseline import NATIVE
 from offbench.compare import compare
 from offbench.condition_table import HOST_AHEAD, READ, READ_AHEAD
-from offbench.config import GIB
+from offbench.config import GIB, RunSpec, Window
 from offbench.errors import UsageError
 from offbench.record import RunRecord
 from offbench.render import figures, to_markdown
@@ -41,6 +42,68 @@ def test_pairs_of_launches_have_an_interval_from_three_on() -> None:
     fewer = only([r for r in launches() if (r.spec.arm.name, r.launch) != ("none", 2)])
     assert (row(fewer, "main").pairs, row(fewer, "main").x_none_interval) == (2, None)
     assert "interval" not in to_markdown([fewer])
+
+
+def test_launches_on_different_gpus_are_no_pair() -> None:
+    """Of a table begun on one machine and ended on another only rounds that ran whole on one of them count."""
+    first, second = ENV | {"gpu_id": "a" * 16}, ENV | {"gpu_id": "b" * 16}
+    none = [record(spec(), s, i, env=second if i == 4 else first) for i, s in enumerate((2.0, 2.0, 2.0, 2.5), 1)]
+    main = [record(spec("main"), s, i, env=first) for i, s in enumerate((3.0, 3.36, 2.66, 2.0), 1)]
+    found = row(only([*none, *main]), "main")
+    assert found.pairs == 3
+    assert found.x_none_interval == pytest.approx((1.504 - 0.435, 1.504 + 0.435), abs=0.003)
+
+
+def test_equal_numbers_of_two_files_make_pairs_in_their_order() -> None:
+    one = [record(spec(arm), s, 1) for arm, s in (("none", 2.0), ("main", 3.0))]
+    other = [record(spec(arm), s, 1) for arm, s in (("none", 4.0), ("main", 6.0))]
+    third = [record(spec(arm), s, 1) for arm, s in (("none", 1.0), ("main", 1.5))]
+    found = row(only([*one, *other, *third]), "main")
+    assert (found.pairs, found.x_none_interval) == (3, (pytest.approx(1.5), pytest.approx(1.5)))
+    assert found.step_s
+    assert (found.step_s.n, found.step_s.median) == (3, 3.0)
+
+
+def emulated(of: RunSpec, steps: int = 15) -> RunSpec:
+    mode = of.mode.model_copy(update={"emulate_link": 38.8 * GIB})
+    return of.model_copy(update={"mode": mode, "window": Window(steps=steps)})
+
+
+def test_without_a_none_of_its_own_an_emulated_link_has_the_native_one() -> None:
+    def steps(loss: float) -> list[dict[str, float]]:
+        return [{"step_s": 2.0, "loss": loss}]
+
+    native = [record(spec(), s, i, steps=steps(12.5)) for i, s in enumerate((2.0, 2.1, 1.9), 1)]
+    slow = [record(emulated(spec("main")), s, i, steps=steps(12.5)) for i, s in enumerate((3.0, 3.36, 2.66), 1)]
+    _, group = compare([*native, *slow])
+    main = row(group, "main")
+    assert (main.x_none, main.exposed_s, main.pairs) == (1.5, 1.0, 3)
+    assert main.x_none_interval == (pytest.approx(1.2516, abs=1e-4), pytest.approx(1.7484, abs=1e-4))
+    assert main.loss_apart == 0
+    assert group.notes == [NATIVE]
+    assert [r.arm for r in group.rows] == ["main"], "what it is set against stays in its own table"
+    assert f"- note: {NATIVE}\n" in to_markdown([group])
+    *_, worse = compare([*native, record(emulated(spec("main")), 3.0, steps=steps(12.6))])
+    assert any("does not train the same" in note for note in worse.notes)
+
+
+def test_the_native_none_stands_in_for_no_other_than_its_own_kind() -> None:
+    slow = record(emulated(spec("main")), 3.0)
+    own = record(emulated(spec()), 2.5)
+    assert row(compare([record(spec(), 2.0), slow, own])[1], "main").x_none == 3.0 / 2.5
+    strangers = [
+        record(spec(), 2.0, env=ENV | {"torch": "2.11.0"}),
+        record(spec(seq_len=64), 2.0),
+        record(spec(), None),
+        record(spec().model_copy(update={"window": Window(steps=3)}), 2.0),
+        record(spec(activation_offload=True), 2.0),
+    ]
+    for other in strangers:
+        found = next(group for group in compare([other, slow]) if group.rows[-1].arm == "main")
+        assert (row(found, "main").x_none, found.notes) == (None, []), other.spec
+    wanted = record(emulated(spec("main")), None)
+    group = compare([record(spec(), 2.0), wanted])[1]
+    assert (row(group, "main").x_none, group.notes) == (None, [])
 
 
 def test_the_condition_of_the_gpu_and_losses_stand_below() -> None:
