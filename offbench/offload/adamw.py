@@ -33,7 +33,7 @@ from offbench.offload.layout import local_of, moments_in
 from offbench.offload.misplaced import misplaced
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
-from offbench.offload.stale import hidden
+from offbench.offload.stale import Hidden
 from offbench.offload.state import check_own, check_saved, load_groups, load_moments, places
 from offbench.offload.streams import DeviceStreams, Streams
 from offbench.offload.updates import ChunkUpdates, have_gradients, take_gradients, updates_of
@@ -202,9 +202,14 @@ class OffloadedAdamW(torch.optim.AdamW):
         deferred = self.schedule.deferred
         works, counters, parameters = take_gradients(self._updates, self.state, hypers, deferred, self._in_place)
         self._taken = parameters if deferred else []
-        if self._debug and deferred:
-            works = [hidden(work, self._streams) for work in works]
-        if self._engine is not None:
+        if self._engine is not None and self._debug and deferred:
+            hidden = Hidden(self._streams)
+            try:
+                self._engine.step([hidden.hide(work) for work in works])
+            except BaseException:
+                hidden.put_back()
+                raise
+        elif self._engine is not None:
             self._engine.step(works)
         else:
             for work in works:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -11,26 +13,49 @@ from offbench.offload.staged import Staged
 from offbench.offload.streams import Streams
 
 
-def hidden(work: Work, streams: Streams) -> Work:
-    """The same work, its parameters put away and NaN until it runs, which puts them back first.
+class Hidden:
+    """The parameters of one step, put away and NaN until each one's update runs, which puts it back first."""
 
-    Call it on the compute stream before the step is queued: every update waits for what compute has done by then.
-    Takes as much device memory as the parameters, until the update has run.
-    """
-    kept = [torch.empty_like(parameter) for parameter in work.parameters]
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._away: list[tuple[Work, list[torch.Tensor]]] = []
 
-    @torch.no_grad()
-    def put_away() -> None:
-        for copy, parameter in zip(kept, work.parameters, strict=True):
-            copy.copy_(parameter)
-            parameter.fill_(torch.nan)
+    def hide(self, work: Work) -> Work:
+        """The same work, its parameters hidden until it runs.
 
-    @torch.no_grad()
-    def update(state: Staged) -> None:
-        for copy, parameter in zip(kept, work.parameters, strict=True):
-            parameter.copy_(copy)
-        work.update(state)
+        Call it on the compute stream before the step is queued: every update waits for what compute has done by then.
+        Takes as much device memory as the parameters, until the update has run.
+        """
+        kept = [torch.empty_like(parameter) for parameter in work.parameters]
+        away = (work, kept)
 
-    streams.compute().run(put_away, writes=streams.accesses((*kept, *work.parameters)))
-    # With the gradients, since those are kept until the update has run.
-    return dataclasses.replace(work, update=update, gradients=[*work.gradients, *kept], calls=None)
+        @torch.no_grad()
+        def put_away() -> None:
+            for copy, parameter in zip(kept, work.parameters, strict=True):
+                copy.copy_(parameter)
+                parameter.fill_(torch.nan)
+
+        @torch.no_grad()
+        def update(state: Staged) -> None:
+            self._away = [other for other in self._away if other is not away]
+            _put_back(work, kept)
+            work.update(state)
+
+        self._away.append(away)
+        self._streams.compute().run(put_away, writes=self._streams.accesses((*kept, *work.parameters)))
+        # With the gradients, since those are kept until the update has run.
+        return dataclasses.replace(work, update=update, gradients=[*work.gradients, *kept], calls=None)
+
+    def put_back(self) -> None:
+        """The step failed before it was queued: parameters are what they were."""
+        for work, kept in self._away:
+            accesses = self._streams.accesses
+            put_back = partial(_put_back, work, kept)
+            self._streams.compute().run(put_back, reads=accesses(kept), writes=accesses(work.parameters))
+        self._away = []
+
+
+@torch.no_grad()
+def _put_back(work: Work, kept: Sequence[torch.Tensor]) -> None:
+    for copy, parameter in zip(kept, work.parameters, strict=True):
+        parameter.copy_(copy)

@@ -390,14 +390,16 @@ def test_gradients_that_are_zeroed_decay_what_the_next_backward_does_not_reach(a
     assert on_ranks(1, half_reached, arm) == [[]]
 
 
-def out_of_memory(rank: int, arm: str) -> list[str]:
-    """The second of four steps finds no memory; plain AdamW does not take it."""
+def out_of_memory(rank: int, arm: str, debug: bool) -> list[str]:
+    """The second of four steps finds no memory; plain AdamW does not take it. In debug runs parameters are NaN until
+    their update, and this one never comes."""
     snapshots = []
     for offloaded in (False, True):
         net, streams = sharded.build(CPU), AdversarialStreams({})
         optimizer: Any = torch.optim.AdamW(net.parameters(), **sharded.OPTIONS, fused=True)
         if offloaded:
             optimizer = sharded.optimizer_of(arm, net, streams)
+            optimizer._debug = debug
         for step in range(4):
             loss = net(torch.ones(4, sharded.WIDTH) * (step + 1)).square().mean()
             with pytest.MonkeyPatch.context() as patch:
@@ -410,6 +412,7 @@ def out_of_memory(rank: int, arm: str) -> list[str]:
                     with pytest.raises(torch.OutOfMemoryError):
                         optimizer.step()
             optimizer.zero_grad()
+        assert streams.order.violations == []
         snapshots.append(sharded.snapshot(net, optimizer))
     return sharded.differences(*snapshots)
 
@@ -418,9 +421,36 @@ def refuse_device_memory(nbytes: int) -> torch.Tensor:
     raise torch.OutOfMemoryError
 
 
+@pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("arm", ["overlap", "stream"])
-def test_a_step_that_finds_no_memory_is_left_out(arm: str) -> None:
-    assert on_ranks(1, out_of_memory, arm) == [[]]
+def test_a_step_that_finds_no_memory_is_left_out(arm: str, debug: bool) -> None:
+    assert on_ranks(1, out_of_memory, arm, debug) == [[]]
+
+
+def runs_out_while_hiding(rank: int) -> bool:
+    """In a debug run a step may find no memory to put its parameters away in."""
+    net = sharded.build(CPU)
+    optimizer = sharded.optimizer_of("overlap", net, AdversarialStreams({}))
+    optimizer._debug = True
+    net(torch.ones(4, sharded.WIDTH)).square().mean().backward()
+    before, made = sharded.snapshot(net, optimizer), [0]
+    empty_like = torch.empty_like
+
+    def third(like: torch.Tensor) -> torch.Tensor:
+        made[0] += 1
+        if made[0] == 3:
+            raise torch.OutOfMemoryError
+        return empty_like(like)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_like", third)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    return sharded.differences(before, sharded.snapshot(net, optimizer)) == []
+
+
+def test_a_debug_step_without_memory_to_hide_parameters_in_changes_none() -> None:
+    assert on_ranks(1, runs_out_while_hiding) == [True]
 
 
 def after_detach(rank: int) -> str:
