@@ -71,6 +71,7 @@ class Engine(ABC):
         self._host_parts: dict[tuple[int, int, int], torch.Tensor] = {}
         self._always: dict[int, Staged] = {}
         """Resident state that was used, by chunk."""
+        self._set_up()
         self._plan()
 
     @property
@@ -128,6 +129,9 @@ class Engine(ABC):
     @abstractmethod
     def _queue(self, count: int) -> None:
         """Queue the next `count` chunks, if there are as many."""
+
+    def _set_up(self) -> None:  # noqa: B027 - most engines have nothing else
+        """Make what an engine has beside this, once, before it is planned."""
 
     @abstractmethod
     def _plan(self) -> None:

@@ -7,43 +7,29 @@ activations lent (`prefetch`). `flow` says in which order chunks are updated, an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
 
 import torch
 
 from offbench.offload.allowance import Allowance
 from offbench.offload.chunks import ALIGNMENT, Chunk
-from offbench.offload.copies import Copier
 from offbench.offload.engine import Engine, Work
 from offbench.offload.extents import Extent, Extents, joined
 from offbench.offload.flow_step import FlowStep, Place
 from offbench.offload.gradients import sole_memory
-from offbench.offload.hoststore import HostStore
 from offbench.offload.prefetch import Prefetch
-from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged, segments
-from offbench.offload.streams import Event, Streams, Why
+from offbench.offload.streams import Event, Why
 from offbench.offload.zerocopy.support import is_reachable
 
 
 class FlowMemory(Engine):
     """What an engine needs whose staging memory comes and goes during a step."""
 
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        store: HostStore,
-        schedule: Schedule,
-        streams: Streams,
-        copier: Copier,
-        resident: Mapping[int, torch.Tensor] | None = None,
-        debug: bool = False,
-    ) -> None:
+    def _set_up(self) -> None:
         self._extents = Extents()
-        self._allowance = Allowance(streams, self._extents)
+        self._allowance = Allowance(self._streams, self._extents)
         self._step: FlowStep | None = None
-        self.prefetch = Prefetch(self, streams, self._allowance, self._extents)
-        super().__init__(chunks, store, schedule, streams, copier, resident, debug)
+        self.prefetch = Prefetch(self, self._streams, self._allowance, self._extents)
 
     def _plan(self) -> None:
         moving = [c for c in self.chunks if c.index not in self._resident and c.nbytes]
