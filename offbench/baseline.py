@@ -59,14 +59,21 @@ def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
 
 
 def native_none(records: Sequence[RunRecord], machine: Sequence[RunRecord]) -> list[RunRecord]:
-    """Launches of `none` on the native link, in a window as long, for records that emulate another link and have none
-    of their own; machine: those of their machine, whatever their link."""
+    """Launches of `none` on the native link, in a window as long, for those of these records that emulate another link
+    and have none of their own with the same activation axis. machine: the records of their machine, whatever the
+    link."""
     spec = records[0].spec
-    if spec.mode.emulate_link is None or any(record.spec.arm.name == "none" for record in records):
+    if spec.mode.emulate_link is None:
         return []
-    window = spec.window
+
+    def nones(among: Sequence[RunRecord]) -> list[RunRecord]:
+        return [record for record in among if record.spec.arm.name == "none" and record.status == "ok"]
+
+    own = {record.spec.workload.activation_offload for record in nones(records)}
     return [
         record
-        for record in machine
-        if record.spec.arm.name == "none" and record.spec.mode.emulate_link is None and record.spec.window == window
+        for record in nones(machine)
+        if record.spec.mode.emulate_link is None
+        and record.spec.window == spec.window
+        and record.spec.workload.activation_offload not in own
     ]

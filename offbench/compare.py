@@ -173,17 +173,17 @@ def _group(records: Sequence[RunRecord], machine: Sequence[RunRecord]) -> Group:
     """machine: these records, and those of other tables whose `none` rows may say how long they compute."""
     by_row = _by_row(records)
     bare = [_with_ideal(_row(members), members, machine) for members in by_row]
-    native = [record for record in native_none(records, machine) if record.status == "ok"]
+    native = native_none(records, machine)
     elsewhere = [_row(members) for members in _by_row(native)]
     noise = max((s for row in bare if row.step_s and (s := row.step_s.relative) is not None), default=None)
-    rows = [_against(row, baseline(row, bare) or baseline(row, elsewhere), noise) for row in bare]
+    rows = [_against(row, baseline(row, [*bare, *elsewhere]), noise) for row in bare]
     dates = sorted({record.started_at[:10] for record in records if record.started_at})
     caption = _caption(records[0]) | {
         "dirty": any(record.env.get("dirty") for record in records),
         "dates": dates,
     }
     notes, without = remarks.notes(records, by_row, caption, native), _without_ideal(by_row, machine)
-    if elsewhere and any(row.x_none is not None for row in rows):
+    if any(row.x_none is not None and baseline(row, elsewhere) is not None for row in rows):
         notes.append(NATIVE)
     return Group(caption, rows, noise, remarks.failures(records), notes, without)
 

@@ -87,6 +87,21 @@ def test_without_a_none_of_its_own_an_emulated_link_has_the_native_one() -> None
     assert any("does not train the same" in note for note in worse.notes)
 
 
+def test_the_native_none_stands_in_only_where_a_row_has_none_of_its_own() -> None:
+    """With each activation setting for itself; one that failed is none."""
+    native = [record(spec(), 2.0), record(spec(activation_offload=True), 2.5)]
+    slow = [record(emulated(spec("main", activation_offload=offload)), 4.0) for offload in (False, True)]
+    own = record(emulated(spec()), 3.2)
+    *_, group = compare([*native, *slow, own])
+    ratios = {r.activation_offload: r.x_none for r in group.rows if r.arm == "main"}
+    assert ratios == {False: 1.25, True: 1.6}
+    assert group.notes == [NATIVE]
+    *_, group = compare([*native, slow[0], own])
+    assert (row(group, "main").x_none, group.notes) == (1.25, [])
+    *_, group = compare([*native, *slow, record(emulated(spec()), None)])
+    assert [r.x_none for r in group.rows if r.arm == "main"] == [2.0, 1.6]
+
+
 def test_the_native_none_stands_in_for_no_other_than_its_own_kind() -> None:
     slow = record(emulated(spec("main")), 3.0)
     own = record(emulated(spec()), 2.5)
@@ -101,6 +116,8 @@ def test_the_native_none_stands_in_for_no_other_than_its_own_kind() -> None:
     for other in strangers:
         found = next(group for group in compare([other, slow]) if group.rows[-1].arm == "main")
         assert (row(found, "main").x_none, found.notes) == (None, []), other.spec
+    faster = record(spec().model_copy(update={"mode": slow.spec.mode.model_copy(update={"emulate_link": 5e10})}), 2.0)
+    assert row(compare([faster, slow])[1], "main").x_none is None
     wanted = record(emulated(spec("main")), None)
     group = compare([record(spec(), 2.0), wanted])[1]
     assert (row(group, "main").x_none, group.notes) == (None, [])

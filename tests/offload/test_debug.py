@@ -10,9 +10,12 @@ import torch
 
 from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialStreams
+from offbench.offload.chunks import plan_chunks
 from offbench.offload.copies import Copier
-from offbench.offload.engine import Engine
+from offbench.offload.engine import Engine, Work
 from offbench.offload.layout import local_of
+from offbench.offload.staged import Staged
+from offbench.offload.stale import Hidden
 from offbench.offload.streams import DeviceStreams
 from tests.offload import sharded, trainer
 from tests.offload.test_engine import SCHEDULES
@@ -103,3 +106,18 @@ def test_weights_read_without_a_drain_are_nan() -> None:
     """prime-rl#4427, #4085: stale weights went to the inference workers, and nothing said so."""
     (found,) = on_ranks(1, read_early)
     assert found == {(arm, debug): (not debug, []) for arm in ("overlap", "stream") for debug in (False, True)}
+
+
+def test_a_step_that_fails_half_way_leaves_what_was_updated() -> None:
+    """Whatever of it ran is done; the rest is as it was before the step."""
+    (chunk,) = plan_chunks([64], 1)
+    parameters = [torch.full((4,), 1.0), torch.full((4,), 2.0)]
+    hidden = Hidden(DeviceStreams(CPU))
+    works = [
+        hidden.hide(Work(chunk, lambda state, p=p: p.mul_(10), gradients=[], parameters=[p]))  # type: ignore[misc]
+        for p in parameters
+    ]
+    assert all(bool(parameter.isnan().all()) for parameter in parameters)
+    works[0].update(Staged.whole(torch.empty(64, dtype=torch.uint8)))
+    hidden.put_back()
+    assert [parameter.tolist() for parameter in parameters] == [[10.0] * 4, [2.0] * 4]
