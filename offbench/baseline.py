@@ -17,7 +17,7 @@ from offbench.record import RunRecord
 if TYPE_CHECKING:
     from offbench.compare import Row
 
-NATIVE = "x none: against `none` on the native link, since no launch of it emulated this one; it copies nothing"
+NATIVE = "x none: against `none` on the native link, since no launch of it on this one counts; it copies nothing"
 
 
 class Round(NamedTuple):
@@ -43,8 +43,10 @@ def steps_by_round(records: Iterable[RunRecord]) -> dict[Round, float]:
 
 
 def ratios(steps: Mapping[Round, float], base: Mapping[Round, float]) -> list[float]:
-    """Of the launches that ran in pairs: step time over that of the other."""
-    return [step / base[at] for at, step in steps.items() if at in base]
+    """Of the launches that ran in pairs: step time over that of the other. Where a number came to one row more often
+    than to the other, as after a failure in one of two files, nobody knows which ones they are."""
+    ours, theirs = (Counter((at.gpu, at.launch) for at in found) for found in (steps, base))
+    return [step / base[at] for at, step in steps.items() if ours[at[:2]] == theirs[at[:2]]]
 
 
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:

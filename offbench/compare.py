@@ -63,7 +63,7 @@ class Row:
     step_s: Spread | None = None
     x_none: float | None = None
     x_none_interval: tuple[float, float] | None = None
-    """95 % interval of the mean ratio to the same launch of `none`, from LEAST_PAIRS such pairs on."""
+    """95 % interval of the mean ratio to the launch of `none` in the same round, from LEAST_PAIRS such pairs on."""
     pairs: int = 0
     """Launches of this row and of `none` that ran in the same round on the same GPU (`baseline.Round`)."""
     by_round: Mapping[Round, float] = field(default_factory=dict)
@@ -175,8 +175,9 @@ def _group(records: Sequence[RunRecord], machine: Sequence[RunRecord]) -> Group:
     bare = [_with_ideal(_row(members), members, machine) for members in by_row]
     native = native_none(records, machine)
     elsewhere = [_row(members) for members in _by_row(native)]
-    noise = max((s for row in bare if row.step_s and (s := row.step_s.relative) is not None), default=None)
-    rows = [_against(row, baseline(row, [*bare, *elsewhere]), noise) for row in bare]
+    known = [*bare, *elsewhere]
+    noise = max((s for row in known if row.step_s and (s := row.step_s.relative) is not None), default=None)
+    rows = [_against(row, baseline(row, known), noise) for row in bare]
     dates = sorted({record.started_at[:10] for record in records if record.started_at})
     caption = _caption(records[0]) | {
         "dirty": any(record.env.get("dirty") for record in records),

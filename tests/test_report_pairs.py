@@ -64,6 +64,24 @@ def test_equal_numbers_of_two_files_make_pairs_in_their_order() -> None:
     assert (found.step_s.n, found.step_s.median) == (3, 3.0)
 
 
+def test_a_number_that_one_row_has_more_often_makes_no_pair() -> None:
+    """The first machine's `none` ran out of memory: its `main` must not be set against the second machine's."""
+    first = [record(spec(), None, 1), record(spec("main"), 9.0, 1)]
+    rest = [record(spec(arm), s, i) for i in (1, 2, 3, 4) for arm, s in (("none", 2.0), ("main", 3.0))]
+    found = row(only([*first, *rest]), "main")
+    assert (found.pairs, found.x_none_interval) == (3, (1.5, 1.5))
+    found = row(only([*rest, record(spec(), 9.0, 2)]), "main")
+    assert (found.pairs, found.x_none_interval) == (3, (1.5, 1.5))
+
+
+def test_how_much_the_native_none_differs_counts_as_noise() -> None:
+    native = [record(spec(), s, i) for i, s in enumerate((2.0, 3.0), 1)]
+    slow = [record(emulated(spec("main")), 2.6, i) for i in (1, 2)]
+    *_, group = compare([*native, *slow])
+    assert group.noise == pytest.approx(0.4)
+    assert row(group, "main").same
+
+
 def emulated(of: RunSpec, steps: int = 15) -> RunSpec:
     mode = of.mode.model_copy(update={"emulate_link": 38.8 * GIB})
     return of.model_copy(update={"mode": mode, "window": Window(steps=steps)})

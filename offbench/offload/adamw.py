@@ -35,7 +35,7 @@ from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
 from offbench.offload.stale import Hidden
 from offbench.offload.state import check_own, check_saved, load_groups, load_moments, places
-from offbench.offload.streams import DeviceStreams, Streams
+from offbench.offload.streams import DeviceStreams, Streams, Why
 from offbench.offload.updates import ChunkUpdates, have_gradients, take_gradients, updates_of
 from offbench.offload.zerocopy.support import in_host_memory
 
@@ -203,6 +203,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         works, counters, parameters = take_gradients(self._updates, self.state, hypers, deferred, self._in_place)
         self._taken = parameters if deferred else []
         if self._engine is not None and self._debug and deferred:
+            compute = self._streams.compute()
+            for event in self._engine.before_read(range(len(self.chunks)), look_ahead=False):
+                compute.wait(event, Why.READ)  # updates that no forward has asked for would be hidden from as well
             hidden = Hidden(self._streams)
             try:
                 self._engine.step([hidden.hide(work) for work in works])

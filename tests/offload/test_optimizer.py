@@ -364,13 +364,14 @@ def test_counters_count_beyond_what_the_default_dtype_can(implementation: str) -
     assert float(counted[0]) == float(counted[1]) == 260
 
 
-def half_reached(rank: int, arm: str) -> list[str]:
+def half_reached(rank: int, arm: str, debug: bool) -> list[str]:
     """Every second backward reaches the first block only, with gradients zeroed, or set to None in the last steps."""
     snapshots = []
     for offloaded in (False, True):
-        net = sharded.build(CPU)
+        net, streams = sharded.build(CPU), AdversarialStreams({})
         if offloaded:
-            optimizer: torch.optim.Optimizer = sharded.optimizer_of(arm, net, AdversarialStreams({}), lead=1, ahead=0)
+            optimizer: Any = sharded.optimizer_of(arm, net, streams, lead=1, ahead=0)
+            optimizer._debug = debug
         else:
             optimizer = torch.optim.AdamW(net.parameters(), **sharded.OPTIONS, fused=True)
         net(torch.ones(4, sharded.WIDTH)).backward()  # FSDP2 wants the root's forward first
@@ -381,13 +382,45 @@ def half_reached(rank: int, arm: str) -> list[str]:
                 optimizer.zero_grad(set_to_none=False)
             reached = net if step % 2 else net.blocks[0]
             reached(torch.ones(4, sharded.WIDTH) * (step + 1)).square().mean().backward()
+        assert streams.order.violations == []
         snapshots.append(sharded.snapshot(net, optimizer))
     return sharded.differences(*snapshots)
 
 
+@pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("arm", ["overlap", "stream"])
-def test_gradients_that_are_zeroed_decay_what_the_next_backward_does_not_reach(arm: str) -> None:
-    assert on_ranks(1, half_reached, arm) == [[]]
+def test_gradients_that_are_zeroed_decay_what_the_next_backward_does_not_reach(arm: str, debug: bool) -> None:
+    assert on_ranks(1, half_reached, arm, debug) == [[]]
+
+
+def fails_with_a_step_owed(rank: int, arm: str, fails: bool) -> list[str]:
+    """In a debug run a second step follows the first one with no forward between, and finds no memory, or does."""
+    snapshots = []
+    for offloaded in (False, True):
+        net, streams = sharded.build(CPU), AdversarialStreams({})
+        optimizer: Any = torch.optim.AdamW(net.parameters(), **sharded.OPTIONS, fused=True)
+        if offloaded:
+            optimizer = sharded.optimizer_of(arm, net, streams, lead=1, ahead=0)
+            optimizer._debug = True
+        net(torch.ones(4, sharded.WIDTH)).square().mean().backward()
+        gradients = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+        optimizer.step()
+        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        if not fails:
+            optimizer.step()
+        elif offloaded:
+            streams.allocate = refuse_device_memory  # type: ignore[method-assign]
+            with pytest.raises(torch.OutOfMemoryError):
+                optimizer.step()
+        assert streams.order.violations == []
+        snapshots.append(sharded.snapshot(net, optimizer))
+    return sharded.differences(*snapshots)
+
+
+@pytest.mark.parametrize(("arm", "fails"), [("overlap", False), ("stream", False), ("stream", True)])
+def test_a_debug_step_hides_nothing_from_updates_that_are_still_owed(arm: str, fails: bool) -> None:
+    assert on_ranks(1, fails_with_a_step_owed, arm, fails) == [[]]
 
 
 def out_of_memory(rank: int, arm: str, debug: bool) -> list[str]:
