@@ -171,7 +171,6 @@ class Replay:
         for group in self._groups:
             flat, sizes = torch.empty(group.numel), [self._numel[position] for position in group.positions]
             gradients |= dict(zip(group.positions, torch.split(flat, sizes), strict=True))
-            del flat
         for chunk in self._chunks:
             seconds = chunk.nbytes * self._per_byte
 

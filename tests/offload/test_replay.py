@@ -10,7 +10,7 @@ import torch
 
 from offbench.arms import ARMS
 from offbench.offload import meanwhile
-from offbench.offload.replay import Replay
+from offbench.offload.replay import STEPS, Replay
 from offbench.offload.schedule import Schedule
 from offbench.offload.streams import Why
 from offbench.offload.timed import TimedCopier, TimedEvent, TimedStreams
@@ -33,8 +33,13 @@ def test_operations_take_their_time_and_wait_for_each_other() -> None:
     assert not loaded.query()
     loaded.synchronize()
     assert (streams.now, loaded.query(), end.query()) == (0.5, True, False)
+    streams.side("out").wait(end, Why.UPDATED)
+    behind = streams.side("out").record()
+    assert not behind.query()
     end.synchronize()
     assert streams.now == 2.5
+    behind.synchronize()
+    assert (streams.now, behind.query()) == (2.5, True)
     assert streams.spans == [(0.0, 0.5, True, False), (0.5, 2.5, False, False)]
 
 
@@ -131,6 +136,6 @@ def test_without_waits_of_the_host_reads_queue_the_updates() -> None:
     found = Replay(SHAPE, plan, COMPUTE, links(2.0), layers=LAYERS, host_waits=False).run()
     assert meanwhile.waits() == before
     waited = Replay(SHAPE, plan, COMPUTE, links(2.0), layers=LAYERS).run()
-    assert meanwhile.waits() > before
+    assert meanwhile.waits() - before == STEPS * (LAYERS + 1), "for clipping, and in every layer"
     assert found.step_s == pytest.approx(waited.step_s, rel=0.05)
     assert not meanwhile._offers
