@@ -50,6 +50,9 @@ def test_what_is_said_of_the_tenth_version() -> None:
     assert f"where stream came to between {min(ratios):.3f} and {max(ratios):.3f} x none" in prose
     early = layers_ms(small)[:33]
     assert f"took {min(early):.1f} to {max(early):.1f} ms" in prose
+    page = " ".join((ROOT / "docs" / "using-the-optimizer.md").read_text().split())
+    before, after = ((r[1].step_s or 0) / (r[0].step_s or 1) for r in (of("stream-ninth-auto"), TENTH[0]))
+    assert f"took {after:.3f} times as long as `none` with `--state-budget auto`, the one before {before:.3f}:" in page
 
 
 def test_who_queues_makes_no_difference() -> None:
