@@ -128,8 +128,8 @@ def _git(folder: Path, *words: str) -> str:
 def gpu_state(bus_id: str, nvml: Any) -> dict[str, Any]:
     """Name, driver, clocks, power, temperature, throttle reasons and PCIe link of one GPU as NVML sees them now.
 
-    gpu_id tells GPUs of one kind apart: the first 16 hex digits of the SHA-256 of its UUID, which names the board to
-    whoever sold it, too.
+    gpu_id tells GPUs of one kind apart: the first 16 hex digits of the SHA-256 of the UUID, which itself would name
+    the board to others.
     """
 
     def ask(name: str, *args: object) -> Any:

@@ -133,6 +133,16 @@ def test_what_the_engine_takes_against_the_clock() -> None:
     assert f"1.00 begins at {begins:.1f} GiB; what `auto` takes, 8.4," in prose
 
 
+@pytest.mark.parametrize("share", [0.22, 0.42])
+def test_when_expert_counts_are_read_back_hardly_matters(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for slower in (1, 4, 8):
+        _, before, _ = replayed(4.0, slower)
+        with monkeypatch.context() as patch:
+            patch.setattr("offbench.offload.replay.ATTENTION", share)
+            _, after, _ = replayed(4.0, slower)
+        assert after.step_s == pytest.approx(before.step_s, abs=1e-3)
+
+
 def test_what_bounds_stream_layer_by_layer() -> None:
     prose = " ".join(NOTES.split())
     none, record = NONES[1], STREAMS[1]

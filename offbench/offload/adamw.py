@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offbench.errors import OffbenchError
-from offbench.offload import fsdp, meanwhile
+from offbench.offload import fsdp, meanwhile, stale
 from offbench.offload.budget import leading, relocate
 from offbench.offload.chunks import Chunk, plan_chunks
 from offbench.offload.copies import Ledger
@@ -33,9 +33,8 @@ from offbench.offload.layout import local_of, moments_in
 from offbench.offload.misplaced import misplaced
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
-from offbench.offload.stale import Hidden
 from offbench.offload.state import check_own, check_saved, load_groups, load_moments, places
-from offbench.offload.streams import DeviceStreams, Streams, Why
+from offbench.offload.streams import DeviceStreams, Streams
 from offbench.offload.updates import ChunkUpdates, have_gradients, take_gradients, updates_of
 from offbench.offload.zerocopy.support import in_host_memory
 
@@ -203,15 +202,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         works, counters, parameters = take_gradients(self._updates, self.state, hypers, deferred, self._in_place)
         self._taken = parameters if deferred else []
         if self._engine is not None and self._debug and deferred:
-            compute = self._streams.compute()
-            for event in self._engine.before_read(range(len(self.chunks)), look_ahead=False):
-                compute.wait(event, Why.READ)  # updates that no forward has asked for would be hidden from as well
-            hidden = Hidden(self._streams)
-            try:
-                self._engine.step([hidden.hide(work) for work in works])
-            except BaseException:
-                hidden.put_back()
-                raise
+            stale.step(self._engine, works, self._streams)
         elif self._engine is not None:
             self._engine.step(works)
         else:

@@ -8,9 +8,23 @@ from functools import partial
 
 import torch
 
-from offbench.offload.engine import Work
+from offbench.offload.engine import Engine, Work
 from offbench.offload.staged import Staged
-from offbench.offload.streams import Streams
+from offbench.offload.streams import Streams, Why
+
+
+def step(engine: Engine, works: Sequence[Work], streams: Streams) -> None:
+    """`engine.step(works)` with all their parameters hidden. Updates that no forward has asked for yet come first, for
+    they change parameters, too. A step that fails before it is queued changes none."""
+    compute = streams.compute()
+    for event in engine.before_read(range(len(engine.chunks)), look_ahead=False):
+        compute.wait(event, Why.READ)
+    hidden = Hidden(streams)
+    try:
+        engine.step([hidden.hide(work) for work in works])
+    except BaseException:
+        hidden.put_back()
+        raise
 
 
 class Hidden:

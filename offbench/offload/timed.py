@@ -7,7 +7,6 @@ no time. Copies of both directions share a link (`Links.now`), and nothing else 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,4 +180,4 @@ class TimedCopier(Copier):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Add to the operation that is being queued."""
         assert target.numel() == source.numel()
-        self._device.work += math.prod(target.shape)
+        self._device.work += target.numel()

@@ -139,3 +139,15 @@ def test_without_waits_of_the_host_reads_queue_the_updates() -> None:
     assert meanwhile.waits() - before == STEPS * (LAYERS + 1), "for clipping, and in every layer"
     assert found.step_s == pytest.approx(waited.step_s, rel=0.05)
     assert not meanwhile._offers
+
+
+def test_a_replay_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = Replay(SHAPE, schedule("stream"), COMPUTE, links(2.0), layers=LAYERS)
+
+    def fail(works: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(replay._engine, "step", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        replay.run()
+    assert not meanwhile._offers
