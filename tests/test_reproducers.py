@@ -1,8 +1,9 @@
-"""The reproducer runs without a GPU as far as it can; its remedies copy what FSDP2's operators and a plain copy do."""
+"""The reproducers run without a GPU as far as they can; remedies copy what FSDP2's operators and a plain copy do."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -18,17 +19,22 @@ from tests.offload.test_zerocopy import interpreter_fails
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "docs" / "reproducers" / "fsdp2_bulk_copies.py"
+WAITING = SCRIPT.with_name("waiting_streams.py")
 RANKS = 8
 
 
-@pytest.fixture(scope="module")
-def reproducer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fsdp2_bulk_copies", SCRIPT)
+def load(script: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def reproducer() -> ModuleType:
+    return load(SCRIPT)
 
 
 def test_a_dry_run_takes_every_remedy_to_where_it_acts() -> None:
@@ -148,3 +154,43 @@ def test_bad_input_is_one_line(
         reproducer.parse()
     assert stop.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_waiting_streams_has_every_row_once_and_one_without_for_each() -> None:
+    found = load(WAITING).rows()
+    assert len(set(found)) == len(found)
+    without = {(row.direction, row.model) for row in found if not row.waiting}
+    assert {(row.direction, row.model) for row in found} == without
+    assert len(without) == 6
+    assert {(row.behind, row.waiting) for row in found if row.model == "products" and row.waiting} == {
+        *(("a kernel", waiting) for waiting in (1, 2, 4)),
+        *((behind, waiting) for behind in ("a copy", "nothing") for waiting in (1, 4)),
+    }
+    assert "offbench" not in WAITING.read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_waiting_streams_says_what_it_lacks() -> None:
+    for words, line in (
+        ((), "waiting_streams.py: no GPU here: run it on a machine with an NVIDIA GPU"),
+        (("--rounds", "0"), "waiting_streams.py: error: --rounds is 0, must be at least 1"),
+    ):
+        done = subprocess.run([sys.executable, str(WAITING), *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1] == line
+        assert done.stdout == ""
+
+
+@pytest.mark.gpu
+def test_streams_that_wait_with_a_copy_behind_slow_nothing(tmp_path: Path) -> None:
+    """One round; the table and the file say the same, and only a kernel behind a wait may cost a copy its rate."""
+    file = tmp_path / "rates.jsonl"
+    words = [sys.executable, str(WAITING), "--rounds", "1", "--json", str(file)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line.split()[-1] for line in done.stdout.splitlines()[2:]] == [f"{row['gib_s'][0]:.1f}" for row in rows]
+    alone = {(row["direction"], row["model"]): row["gib_s"][0] for row in rows if not row["waiting"]}
+    for row in rows:
+        if row["behind"] != "a kernel":
+            assert row["gib_s"][0] > 0.9 * alone[row["direction"], row["model"]], row

@@ -105,12 +105,17 @@ class Engine(ABC):
         return before != self._waits[who]
 
     def queue_more(self) -> bool:
-        """The host waits for the device: queue one update of those that may be queued ahead, if there is one."""
+        """The host waits for the device: queue one update of those that may be queued ahead, if there is one. Returns
+        whether there was, even if its time had not come."""
         waiting = self._waiting()
-        if not waiting or waiting[0].chunk.index > self._furthest + self.schedule.ahead:
+        if not waiting or not self._is_near(waiting[0]):
             return False
         self._queue(1)
         return True
+
+    def _is_near(self, work: Work) -> bool:
+        """Whether an update may be queued ahead by now."""
+        return work.chunk.index <= self._furthest + self.schedule.ahead
 
     def before_backward(self, chunks: Sequence[int]) -> None:  # noqa: B027 - most engines have nothing to do then
         """Called before the backward of the modules that these chunks' parameters belong to."""

@@ -34,6 +34,7 @@ class FlowMemory(Engine):
     def _plan(self) -> None:
         moving = [c for c in self.chunks if c.index not in self._resident and c.nbytes]
         self._segments = {c.index: segments(c, max(1, self.schedule.chunk_bytes // 8)) for c in moving}
+        self._moving_bytes = sum(chunk.nbytes for chunk in moving)
         self._has_pieces = any(chunk.piece is not None for chunk in moving)
         kept = sum(state.numel() for state in self._resident.values())
         self._allowance.plan(self.schedule, [c.nbytes for c in moving], kept)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 QueueMore = Callable[[], bool]
-"""Queues a little; returns whether there was anything to queue."""
+"""Queues a little, if its time has come; returns whether there was anything to queue, now or later in this wait."""
 
 
 class Awaited(Protocol):
@@ -45,7 +45,8 @@ def offer(queue_more: QueueMore) -> Callable[[], None]:
 
 
 def wait(event: Awaited) -> None:
-    """Hold the host until `event` has passed, as `event.synchronize()` does; until then optimizers queue updates.
+    """Hold the host until `event` has passed, as `event.synchronize()` does; until then optimizers queue updates. The
+    host asks again and again while one of them has something to queue.
 
     Call it on the thread that runs the forward (or recomputes it), with the stream current that the model computes on;
     optimizers of several models in a process must share that stream. Raises whatever they raise.

@@ -29,6 +29,8 @@ from offbench.workload.presets import ModelShape
 ATTENTION = 0.32
 """Share of a block's forward that comes before its expert counts are read back. Assumed, as no record has it: 0.22 and
 0.42 change the steps replayed in docs/hiding-copies.md by no more than 0.001 s."""
+LOOK_S = 1e-4
+"""What a look at an event takes the host that waits for it; more than on any machine, so that few are enough."""
 STEPS = 4
 """Of them the last counts: the first has no write-back beside it, the next ones what that left behind."""
 
@@ -59,6 +61,16 @@ class _Group:
     positions: tuple[int, ...]
     """Of its parameters, in the optimizer's order."""
     numel: int
+
+
+class _Looked(TimedEvent):
+    """An event that the host waits for: each look at it takes time."""
+
+    def query(self) -> bool:
+        """Whether the point has passed."""
+        if not super().query():
+            self.device.run_until(self.device.side("host").push(LOOK_S))
+        return super().query()
 
 
 class _Untouched:
@@ -118,8 +130,7 @@ class Replay:
                 withdraw()
         parts = {(into, out): 0.0 for into in (False, True) for out in (False, True)}
         for start, end, into, out in self._streams.spans:
-            if began <= start < head:
-                parts[into, out] += end - start
+            parts[into, out] += max(0.0, min(end, head) - max(start, began))
         return Replayed(
             step_s=self._streams.now - began,
             to_head_s=head - began,
@@ -195,11 +206,10 @@ class Replay:
 
     def _wait(self, operation: TimedOperation) -> None:
         """The host waits for the model."""
-        event = TimedEvent(operation, self._streams)
         if self._host_waits:
-            meanwhile.wait(event)
+            meanwhile.wait(_Looked(operation, self._streams))
         else:
-            event.synchronize()
+            TimedEvent(operation, self._streams).synchronize()
 
 
 def _groups(shape: ModelShape, layers: int, world: int, ep: int) -> tuple[list[int], list[_Group]]:

@@ -38,11 +38,6 @@ class Why(StrEnum):
     )
 
 
-URGENT = -1
-"""Priority of updates, as FSDP2 gives it to its collectives. Blocks of an urgent kernel go first wherever the model's
-leave room: the next chunk waits for an update's memory, and a layer for its parameters. Copies have no priority."""
-
-
 class Access(NamedTuple):
     """A range of bytes of one piece of memory, read or written by an operation."""
 
@@ -184,8 +179,7 @@ class DeviceStreams:
     def side(self, name: str) -> DeviceStream:
         """The side stream of that name. Made once: new streams each step strand the allocator's pools."""
         if name not in self._side:
-            raw = self._module.Stream(priority=URGENT) if name == "update" else self._module.Stream()
-            self._side[name] = DeviceStream(name, self._module, raw, self._timing)
+            self._side[name] = DeviceStream(name, self._module, self._module.Stream(), self._timing)
         return self._side[name]
 
     def foreign(self, stream: Any) -> DeviceStream:

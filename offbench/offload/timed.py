@@ -148,12 +148,17 @@ class TimedStreams:
             into, out = (any(one.stream == way for one in running) for way in DIRECTIONS)
             speed = dict(zip(DIRECTIONS, self._links.now(into, out), strict=True))
             passed = min(one.left / speed.get(one.stream, 1.0) for one in running)
-            self.spans.append((self.now, self.now + passed, into, out))
-            self.now += passed
+            self._span(passed, into, out)
             for one in running:
                 one.left -= passed * speed.get(one.stream, 1.0)
                 if one.left <= NONE_LEFT * one.work:
                     self._end(one)
+
+    def _span(self, passed: float, into: bool, out: bool) -> None:
+        """Time passes in which the link does the same all along; a span goes on while it does."""
+        start = self.spans.pop()[0] if self.spans and self.spans[-1][2:] == (into, out) else self.now
+        self.now += passed
+        self.spans.append((start, self.now, into, out))
 
     def _start(self) -> list[TimedOperation]:
         """What runs now; points without work end at once, and let others begin."""

@@ -50,16 +50,6 @@ def test_the_allocator_is_asked_once_at_a_modules_backward_while_no_memory_comes
     assert (allowed.ahead_of_step(), streams.asks) == (4000, 4), "after the last one it is asked anew"
 
 
-def test_updates_go_before_the_models_kernels() -> None:
-    """State on its way in waits for their memory. What copies, and every other stream, is as any stream is."""
-    made: list[dict[str, int]] = []
-    streams = DeviceStreams(torch.device("cpu"))
-    streams._module = SimpleNamespace(Stream=lambda **options: made.append(options))  # type: ignore[assignment]
-    for name in ("in", "update", "out", "update"):
-        streams.side(name)
-    assert made == [{}, {"priority": -1}, {}]
-
-
 def test_whether_memory_is_crowded_is_asked_again_only_when_memory_came_or_went() -> None:
     allowed, _, streams = allowance()
     step: Any = SimpleNamespace(grown_bytes=0, freed_bytes=0, gradient_bytes=1)

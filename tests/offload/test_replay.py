@@ -113,7 +113,7 @@ def test_on_a_slow_link_all_that_moves_has_come_in_before_the_head(kept: float) 
 
 def test_memory_that_may_not_stay_leaves_beside_what_comes_in() -> None:
     steps = []
-    for share in (0.1, 0.25, 0.4):
+    for share in (0.1, 0.4, 0.5):
         plan = schedule("stream", staging_bytes=STATE // 8, loss_bytes=int(share * STATE))
         steps.append(Replay(SHAPE, plan, COMPUTE, links(2.0), layers=LAYERS).run())
     assert steps[0].step_s > steps[1].step_s > steps[2].step_s
@@ -126,8 +126,8 @@ def test_updates_that_take_long_beside_the_model_hold_up_the_next_copy() -> None
     fast, slow = (
         Replay(SHAPE, plan, COMPUTE, links(2.0), layers=LAYERS, update=update).run() for update in (None, 1.0)
     )
-    assert slow.step_s > fast.step_s + 0.02
-    assert slow.idle_s > fast.idle_s
+    assert slow.to_head_s > fast.to_head_s + 0.02
+    assert slow.into_s + slow.both_s == pytest.approx(fast.into_s + fast.both_s, rel=0.02), "and the link waits"
 
 
 def test_without_waits_of_the_host_reads_queue_the_updates() -> None:
