@@ -117,11 +117,12 @@ EIGHTH = [of("stream-sixth"), of("stream-seventh"), of("stream-eighth")]
 NINTH = [of("stream-ninth"), of("stream-ninth-auto")]
 TENTH = [of("stream-tenth")[:3]]
 """The last row there has no `none` of its machine."""
+TWELFTH = [of("stream-twelfth")]
 
 
 @pytest.mark.parametrize(
     ("name", "files"),
-    list(zip(("eighth version", "ninth version", "tenth version"), (EIGHTH, NINTH, TENTH), strict=True)),
+    [("eighth version", EIGHTH), ("ninth version", NINTH), ("tenth version", TENTH), ("twelfth version", TWELFTH)],
 )
 def test_rows_of_the_latest_versions(name: str, files: list[list[RunRecord]]) -> None:
     rows = [(r, file) for file in files for r in file if r.spec.arm.name == "stream" and r.status == "ok"]

@@ -118,7 +118,7 @@ class FlowEngine(FlowMemory):
         elif self._waiting():  # in a backward nothing is
             most = self._burst(BURST_AT_LEISURE if at_leisure else BURST)
             self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
-        self._return_state(BURST_BACK if self._furthest < self.chunks[-1].index else len(self.chunks))
+        self._return_state(len(self.chunks) if self._is_last_read else BURST_BACK)
         self._return_arena()
         self.prefetch.shrink()
         while self._step is not None and self._step.arrived and self._allowance.is_crowded():

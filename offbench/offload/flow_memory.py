@@ -47,6 +47,11 @@ class FlowMemory(Engine):
         grown = arena + sum(chunk.nbytes for chunk in self.chunks) // 2
         return grown if at_loss is None else min(grown, max(arena, at_loss))
 
+    @property
+    def _is_last_read(self) -> bool:
+        """Whether the forward has asked for all chunks: the loss is next."""
+        return bool(self.chunks) and self._furthest >= self.chunks[-1].index
+
     def add_extent(self, nbytes: int) -> Extent:
         """Take staging memory of that size from compute."""
         memory = self._streams.allocate(nbytes)
@@ -75,10 +80,9 @@ class FlowMemory(Engine):
     def _return_lent(self, step: FlowStep) -> None:
         """Give back what of the state that was here before step() is written back by now. Activations lent its memory:
         a forward that needs it waits for it, and so does its last gather, for the loss must find none."""
-        is_last = self._furthest >= self.chunks[-1].index
         is_due: bool | None = None  # not asked since memory went back
         for extent in [one for one in step.lent if one.idle]:
-            if not (is_last or self._extents.passed(extent)):
+            if not (self._is_last_read or self._extents.passed(extent)):
                 is_due = self._allowance.loan_is_due(step) if is_due is None else is_due
                 if not is_due:
                     continue

@@ -198,6 +198,29 @@ def test_room_is_made_in_waits_until_enough_is_on_its_way(monkeypatch: pytest.Mo
     assert not any(wrote or moved for wrote, moved in made)
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_last_read_has_all_write_back_queued(more: int) -> None:
+    """The loss is next, and then the backward, whose gradients want the memory."""
+    left: list[tuple[bool, int, int]] = []
+    look_ahead = FlowEngine.look_ahead
+
+    def spy(self: FlowEngine, at_leisure: bool = False) -> None:
+        before = len(self._step.staged) if self._step is not None else 0
+        look_ahead(self, at_leisure)
+        if self._step is not None:
+            left.append((self._furthest == self.chunks[-1].index, before, len(self._step.staged)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlowEngine, "look_ahead", spy)
+        patch.setattr(flow, "BURST_BACK", 1)
+        result, _, violations = queued(stream(lead=3, ahead=99, staging_bytes=4 * trainer.CAP), more, here=False)
+    assert result.equals(trainer.plain())
+    assert violations == []
+    assert max(before for last, before, _ in left if last) > 1
+    assert {after for last, _, after in left if last} == {0}
+    assert max(before - after for last, before, after in left if not last) <= 1
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_where_nobody_waits_updates_are_queued_ahead_by_reads(name: str) -> None:
     schedule = dataclasses.replace(SCHEDULES[name], lead=2)

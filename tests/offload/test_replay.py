@@ -43,6 +43,18 @@ def test_operations_take_their_time_and_wait_for_each_other() -> None:
     assert streams.spans == [(0.0, 0.5, True, False), (0.5, 2.5, False, False)]
 
 
+def test_a_span_goes_on_while_the_link_does_the_same() -> None:
+    streams = TimedStreams(LINKS)
+    streams.side("in").push(50 * MIB)
+    streams.side("in").push(50 * MIB)
+    streams.side("out").wait(TimedEvent(streams.side("in").queue[1], streams), Why.UPDATED)
+    last = streams.side("out").push(80 * MIB)
+    for late in (0.2, 0.6):  # whoever looks in between cuts nothing
+        streams.run_until(streams.side("host").push(late))
+    streams.run_until(last)
+    assert streams.spans == [(0.0, 1.0, True, False), (1.0, pytest.approx(2.0), False, True)]
+
+
 def test_both_directions_share_the_link_and_one_has_it_alone() -> None:
     """Beside each other 66.7 and 53.3 MiB/s; what is left comes in at 100."""
     streams = TimedStreams(LINKS)
