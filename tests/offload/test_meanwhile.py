@@ -6,6 +6,8 @@ import dataclasses
 import gc
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +171,21 @@ def test_while_state_is_still_coming_only_reads_queue_its_updates(resident_bytes
     assert kinds["read"] > 0
     assert kinds["wait"] + kinds["ahead"] <= 2 * kept, "in two steps: what stays has nothing to wait for"
     assert (kinds["wait"] > 0) == (kept > 0)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "staged", "here"),
+    [(0, 1, True), (1, 1, True), (2, 1, False), (3, 1, False), (3, 0, True)],
+    ids=["resident", "has come in", "comes", "has no room", "can be given none by write-back"],
+)
+def test_an_update_is_queued_in_waits_once_it_waits_for_no_copy(chunk: int, staged: int, here: bool) -> None:
+    """One for whose state there is no room, and nothing to write back for it, brings its memory about itself."""
+    moved = {1: (None, Passes(0)), 2: (None, Passes(9))}
+    step: Any = SimpleNamespace(
+        waiting=[SimpleNamespace(chunk=SimpleNamespace(index=chunk))], moved=moved, staged=[None] * staged
+    )
+    engine: Any = SimpleNamespace(_resident={0: None})
+    assert FlowEngine._is_here(engine, step) == here
 
 
 def test_room_is_made_in_waits_until_enough_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
