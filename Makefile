@@ -3,6 +3,8 @@
 TORCH ?=
 PYTHON ?= python3
 ARGS ?=
+# Test processes side by side, a file each; 0: one after the other.
+WORKERS ?= 2
 
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
@@ -21,7 +23,7 @@ demo: $(READY)
 	echo; $(BIN)/offbench report $$out || exit; exit $$status
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check offbench tests
