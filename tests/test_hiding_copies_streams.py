@@ -63,7 +63,10 @@ def test_copies_of_one_step() -> None:
     assert f"state leaves at {min(later):.0f} to {max(later):.0f} GiB/s by turns" in PROSE
     probed = [(r.link.in_bytes_per_s or 0) / GIB for r in of("stream-eleventh") if r.spec.arm.name == "stream"]
     probed += [(r.link.in_bytes_per_s or 0) / GIB for r in TWELFTH[0] if not r.spec.mode.emulate_link]
-    assert f"probed at {min(probed):.1f} to {max(probed):.1f} GiB/s in" in PROSE
+    assert f"on other machines probed {min(probed):.1f} to {max(probed):.1f} GiB/s in" in PROSE
+    slowest = min(mean_rate(split(step)[1]) for step in STEPS["copies"])
+    page = " ".join((ROOT / "docs" / "plan.md").read_text().split())
+    assert f"copies came in alone up to {100 * (1 - slowest / max(probed)):.0f} % slower" in page
     means = {name: [s["step_s"] for s in STEPS["steps"] if s["name"] == name] for name in ("eleventh", "twelfth")}
     words = "a first form of it: {:.3f} and {:.3f} s a step, the eleventh version {:.3f} and {:.3f}."
     assert words.format(*means["twelfth"], *means["eleventh"]) in PROSE
@@ -105,7 +108,7 @@ def test_bare_copies_beside_streams_that_wait() -> None:
             losses += [
                 alone - rate for r in rows if (r["source"], r["direction"]) == (source, way) for rate in r["gib_s"]
             ]
-    words = "it cost {:.1f} to {:.1f} GiB/s in and {:.1f} to {:.1f} out,"
+    words = "it cost {:.1f} to {:.1f} GiB/s in and {:.1f} to {:.1f} out."
     assert words.format(*(pick(lost[way]) for way in ("in", "out") for pick in (min, max))) in PROSE
     third = [list(bare("third machine", "out", model="products", waiting=k)) for k in (1, 2, 4, 6)]
     more = [rate for rates in third[1:] for rate in rates]
@@ -113,6 +116,14 @@ def test_bare_copies_beside_streams_that_wait() -> None:
     assert (
         f"nothing is lost**, out at {min(bare('third machine', 'out', model='one kernel')):.1f} GiB/s or more" in PROSE
     )
+    others = [r for r in BARE if r["source"] == "first machine" and r["waiting"] and r["behind"] != "a kernel"]
+    slower = [r for r in others if min(r["gib_s"]) < 51.3]
+    assert (len(others), [(r["behind"], r["waiting"], r["direction"]) for r in slower]) == (
+        16,
+        [("a copy in", 3, "out")],
+    )
+    assert f"in behind their waits, out at {slower[0]['gib_s'][0]:.1f}." in PROSE
+    assert "but for one of the sixteen rows" in PROSE
     two = {rate for row in BARE if row.get("connections") == 2 for rate in row["gib_s"]}
     assert max(two) - min(two) < 0.2
 

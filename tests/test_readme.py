@@ -100,7 +100,9 @@ def test_the_table_of_latest_rows() -> None:
     assert (max(steps) - min(steps)) / median(steps) > percent[0] / 100
     assert f"with {less[1]:.1f} GiB less two took {percent[1]:.1f} and {percent[2]:.1f} %" in PROSE
     rows = json.loads((ROOT / "results" / "h200-waiting-streams.json").read_text())
-    assert "in by {} to {} %, out by {} to {} %".format(*lost_percent(rows, "in"), *lost_percent(rows, "out")) in PROSE
+    assert (
+        "in by {} to {} % and out by {} to {} %".format(*lost_percent(rows, "in"), *lost_percent(rows, "out")) in PROSE
+    )
 
 
 def lost_percent(rows: list[dict[str, Any]], direction: str) -> tuple[int, int]:

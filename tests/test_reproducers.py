@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 
 import pytest
@@ -183,14 +184,16 @@ def test_waiting_streams_says_what_it_lacks() -> None:
 
 @pytest.mark.gpu
 def test_streams_that_wait_with_a_copy_behind_slow_nothing(tmp_path: Path) -> None:
-    """One round; the table and the file say the same, and only a kernel behind a wait may cost a copy its rate."""
+    """The table and the file say the same, and only a kernel behind a wait may cost a copy its rate."""
     file = tmp_path / "rates.jsonl"
-    words = [sys.executable, str(WAITING), "--rounds", "1", "--json", str(file)]
+    words = [sys.executable, str(WAITING), "--rounds", "3", "--json", str(file)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line.split()[-1] for line in done.stdout.splitlines()[2:]] == [f"{row['gib_s'][0]:.1f}" for row in rows]
-    alone = {(row["direction"], row["model"]): row["gib_s"][0] for row in rows if not row["waiting"]}
+    assert [line.split()[-1] for line in done.stdout.splitlines()[2:]] == [
+        f"{median(row['gib_s']):.1f}" for row in rows
+    ]
+    alone = {(row["direction"], row["model"]): median(row["gib_s"]) for row in rows if not row["waiting"]}
     for row in rows:
         if row["behind"] != "a kernel":
-            assert row["gib_s"][0] > 0.9 * alone[row["direction"], row["model"]], row
+            assert median(row["gib_s"]) > 0.9 * alone[row["direction"], row["model"]], row

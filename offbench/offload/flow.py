@@ -21,16 +21,17 @@ Note [Who waits for whom]
     compute  out                 staging memory returns to compute only when written back      WRITTEN_BACK
 
 Note [Who waits on the host]
-    A stream that waits with a kernel behind it slows every copy beside a busy model, on an H200 by 3 % of the rate in
-    and 8 % of that out (docs/hiding-copies.md). So where the host waits (`meanwhile`), an update is queued once its
-    state has come in, and LOADED has passed by then; until then the host makes room for the copies that come next.
-    Where it does not, and for what a read needs, the update's stream waits.
+    A stream that waits with a kernel behind it slows every copy beside a busy model (docs/hiding-copies.md). So where
+    the host waits in every layer (`meanwhile`), an update is queued once its state has come in, and LOADED has passed
+    by then; until then the host makes room for the copies that come next. Where it does not wait, for the first update
+    of a step and for what a read needs, the update's stream waits. So what is queued when depends on the device; what
+    waits for what does not.
 
 Host bytes that come into the arena, or into gradients' memory, are current without a wait of their own: compute has
 waited for the previous step's write-back before it hands those over. So are those that an update reaches where they
 are, since there was no device memory for them.
 Only memory decides what is written back early: a chunk that finds no room has the oldest updated chunks written back.
-No wait is made on the host, and none depends on how far the device has come.
+The engine never holds the host.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from offbench.units import gib
 BURST = 1
 """Chunks that one read queues beyond its own: the host has the forward's kernels to launch, and must not stop."""
 BURST_BACK = 4
-"""Chunks that one read has written back once every update is queued; the last, before the loss, asks for the rest."""
+"""Chunks that one read has written back once every update is queued; the last one has the rest."""
 TOGETHER_BYTES = 1 << 30
 """Resident state that one kernel updates; the first layer waits for the kernel with its own."""
 BURST_AT_LEISURE = 3
@@ -62,7 +63,7 @@ BURST_HERE = 2
 """Chunks whose state has come in that one read queues where the host waits elsewhere."""
 COMING = 0.125
 """Share of the state that moves which is to be on its way in while some still waits for room: with less, updated state
-is written back. With 0.05 replays (`replay`) take 1.4 % of a step longer; from 0.125 on nothing changes."""
+is written back. Chosen by replays (`replay`) of Qwen3-30B-A3B: less leaves the link idle, more changes little."""
 
 
 class FlowEngine(FlowMemory):
@@ -100,11 +101,14 @@ class FlowEngine(FlowMemory):
         lent_to = {chunk for chunk, (place, _) in moved.items() if place.closed}
         lead = self._lead(works, lent_to)
         self._step.beyond_lead = len(works) - lead
-        self._queue(1 if self._has_waited("step") and not lent_to else lead)
+        waits_often, self._waited_reads = self._has_waited("step") and self._waited_reads > 1, 0
+        self._queue(1 if waits_often and not lent_to else lead)
 
     def before_read(self, chunks: Sequence[int], look_ahead: bool = True) -> list[Event]:
-        """As any engine's; what activations lent goes back as they come."""
+        """As any engine's; what activations lent goes back as they come, with the last read all that is updated."""
         events = super().before_read(chunks, look_ahead)
+        if self._is_last_read:
+            self._return_state(len(self.chunks))
         if self._step is not None and self._step.lent:
             self._return_lent(self._step)
         return events
@@ -112,14 +116,15 @@ class FlowEngine(FlowMemory):
     def look_ahead(self, at_leisure: bool = False) -> None:
         """Queue a few updates at a time until `ahead` are queued in front of what the forward has asked for."""
         if self._has_waited("ahead"):
+            self._waited_reads += 1
             for _ in range(BURST_HERE):
-                if self._step is not None and self._step.waiting and self._is_here(self._step):
+                if (step := self._step) is not None and self._has_come(step) and self._is_near(step.waiting[0]):
                     self._queue(1)
         elif self._waiting():  # in a backward nothing is
             most = self._burst(BURST_AT_LEISURE if at_leisure else BURST)
             self._queue(min(most, self._up_to(self._furthest + self.schedule.ahead)))
-        self._return_state(len(self.chunks) if self._is_last_read else BURST_BACK)
         self._return_arena()
+        self._return_state(BURST_BACK)
         self.prefetch.shrink()
         while self._step is not None and self._step.arrived and self._allowance.is_crowded():
             self._give_back(self._step.arrived.pop(0))
@@ -147,14 +152,20 @@ class FlowEngine(FlowMemory):
         """Whether the next update waits for no copy, or for one that only queueing it brings about."""
         chunk = step.waiting[0].chunk.index
         if chunk in step.moved:
-            return step.moved[chunk][1].query()
+            return self._has_come(step)
         return chunk in self._resident or not step.staged
+
+    def _has_come(self, step: FlowStep) -> bool:
+        """Whether the next update's state was copied in, and the copy has ended."""
+        moved = step.moved.get(step.waiting[0].chunk.index) if step.waiting else None
+        return moved is not None and moved[1].query()
 
     def _keep_coming(self, step: FlowStep) -> None:
         """Make room for what moves in next, a chunk at a time, while copies are still on their way."""
+        if not (step.to_move and step.staged):
+            return
         places = [place for place, loaded in step.moved.values() if not loaded.query()]
-        coming = sum(one.stop - one.start for place in places for one in place.ranges)
-        if step.to_move and step.staged and coming < COMING * self._moving_bytes:
+        if sum(one.stop - one.start for place in places for one in place.ranges) < COMING * self._moving_bytes:
             self._write_back(*step.staged.popleft())
             self._move_ahead(step)
 

@@ -29,6 +29,8 @@ class FlowMemory(Engine):
         self._extents = Extents()
         self._allowance = Allowance(self._streams, self._extents)
         self._step: FlowStep | None = None
+        self._waited_reads = 0
+        """Reads of this step's forward before which the host had waited since the one before."""
         self.prefetch = Prefetch(self, self._streams, self._allowance, self._extents)
 
     def _plan(self) -> None:

@@ -53,6 +53,6 @@ def wait(event: Awaited) -> None:
     """
     if not event.query():
         _waits[0] += 1
-        while any(queue_more() for queue_more in list(_offers)) and not event.query():
+        while max([queue_more() for queue_more in list(_offers)], default=False) and not event.query():  # all of them
             pass
     event.synchronize()

@@ -1,8 +1,9 @@
-"""An engine's own steps against the clock: what its schedule, waits and memory cost where the host takes no time.
+"""An engine's own steps against the clock: what its schedule, waits and memory cost where the host is never late.
 
 The simulation of `offbench.planner` takes a policy; this runs the engine itself on streams that keep time (`timed`),
-called in the order in which a model's hooks call it. So it tells a policy from what its implementation adds, and how
-long an update may take before the next copy waits for it.
+called in the order in which a model's hooks call it, but that each read looks ahead and none comes a block early. So
+it tells a policy from what its implementation adds, and how long an update may take before the next copy waits for it.
+The host takes no time but to look whether what it waits for has come (`LOOK_S`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ ATTENTION = 0.32
 """Share of a block's forward that comes before its expert counts are read back. Assumed, as no record has it: 0.22 and
 0.42 change the steps replayed in docs/hiding-copies.md by no more than 0.001 s."""
 LOOK_S = 1e-4
-"""What a look at an event takes the host that waits for it; more than on any machine, so that few are enough."""
+"""What a look at an event takes the host that waits for it; more than on any machine, so that few are enough. Of a
+step's waits each ends up to so much late."""
 STEPS = 4
 """Of them the last counts: the first has no write-back beside it, the next ones what that left behind."""
 

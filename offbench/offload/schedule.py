@@ -36,7 +36,7 @@ class Schedule:
     """True: an update runs before its layer's next forward, on a stream of its own; False: inside step()."""
     lead: int = 8
     """Deferred: moving chunks queued by step() itself, and resident ones before them. With write_back backward step()
-    queues one chunk where the host waits for the device after it (`meanwhile`), and the others in that wait."""
+    queues one chunk where the host waits for the device in every layer (`meanwhile`), the others in those waits."""
     ahead: int = 4
     """Deferred: chunks kept queued in front of the forward, as far as the host gets to it."""
     first_step: Literal["bounded", "whole"] = "bounded"

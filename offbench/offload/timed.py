@@ -1,8 +1,8 @@
 """Streams that only keep time: a device whose copies and updates take as long as rates say, and move nothing.
 
 An engine on them queues what it queues on a GPU, so when each copy runs follows from its own waits and memory, not
-from a model of them. Memory is made and never touched, so state of any size costs address space alone. The host takes
-no time. Copies of both directions share a link (`Links.now`), and nothing else shares anything.
+from a model of them. Memory is made and never touched, so state of any size costs address space alone. Calls of the
+host take no time. Copies of both directions share a link (`Links.now`), and nothing else shares anything.
 """
 
 from __future__ import annotations

@@ -125,11 +125,11 @@ def test_on_a_slow_link_all_that_moves_has_come_in_before_the_head(kept: float) 
 
 def test_memory_that_may_not_stay_leaves_beside_what_comes_in() -> None:
     steps = []
-    for share in (0.1, 0.4, 0.5):
+    for share in (0.1, 0.25, 0.4):
         plan = schedule("stream", staging_bytes=STATE // 8, loss_bytes=int(share * STATE))
         steps.append(Replay(SHAPE, plan, COMPUTE, links(2.0), layers=LAYERS).run())
     assert steps[0].step_s > steps[1].step_s > steps[2].step_s
-    assert steps[0].both_s > steps[1].both_s > steps[2].both_s
+    assert min(steps[0].both_s, steps[1].both_s) > 1.1 * steps[2].both_s
     assert steps[0].staging_bytes < steps[1].staging_bytes < steps[2].staging_bytes
 
 

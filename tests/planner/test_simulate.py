@@ -323,11 +323,11 @@ def test_a_read_back_waits_until_no_write_back_may_run_and_then_the_host_goes_on
 
 
 def test_every_arm_of_a_deep_model_is_simulated_in_well_under_a_second() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     for arm in arms.ARMS:
         simulate(schedule(arm), QWEN, SEED, SEED_LINKS)
     simulate(stream(14 * GIB), QWEN, SEED, SEED_LINKS, small_copies_wait=True)
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 def test_bytes_without_a_model_are_cut_into_equal_layers() -> None:
