@@ -287,13 +287,19 @@ def test_what_is_there_when_the_backward_ends_is_in_the_books() -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_step_updates_all_that_is_there_and_as_much_of_the_rest_as_ever(waits: bool) -> None:
-    """Where the host waits for the device, a step that finds nothing there updates one chunk and leaves the rest."""
+    """Where the host waits for the device in every layer, a step that finds nothing there updates one chunk and leaves
+    the rest."""
     streams = Falling(layer=600)
     updated: list[int] = []
 
     def watch(engine: Any) -> None:
         streams.watch(engine)
-        update, step = engine._update, engine.step
+        update, step, before_read = engine._update, engine.step, engine.before_read
+
+        def spy_read(*args: Any, **kwargs: Any) -> Any:
+            if waits:
+                meanwhile.wait(Passes(1))
+            return before_read(*args, **kwargs)
 
         def spy_update(*args: Any) -> Any:
             updated[-1] += 1
@@ -307,7 +313,7 @@ def test_step_updates_all_that_is_there_and_as_much_of_the_rest_as_ever(waits: b
             step(works)
             updated.append(0)
 
-        engine._update, engine.step = spy_update, spy_step
+        engine._update, engine.step, engine.before_read = spy_update, spy_step, spy_read
 
     trainer.run(dataclasses.replace(SMALL, lead=3), streams, watch)
     assert streams.ahead[:2] == [0, 1024 + 2048], "two chunks"
