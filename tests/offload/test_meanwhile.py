@@ -295,6 +295,25 @@ def test_no_more_than_ahead_is_queued_in_front_of_the_forward() -> None:
             assert sum(count for kind, count in calls[first:second] if kind in ("wait", "ahead")) <= 2
 
 
+def test_a_read_queues_nothing_beyond_ahead_though_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[int, int, int]] = []
+    look_ahead = FlowEngine.look_ahead
+
+    def spy(self: FlowEngine, at_leisure: bool = False) -> None:
+        before = len(self._waiting())
+        look_ahead(self, at_leisure)
+        if self._waiting():
+            found.append((before - len(self._waiting()), self._waiting()[0].chunk.index - 1, self._furthest))
+
+    monkeypatch.setattr(FlowEngine, "look_ahead", spy)
+    monkeypatch.setattr(flow, "BURST_HERE", 9)
+    result, _, violations = queued(stream(lead=1, ahead=1, staging_bytes=6 * trainer.CAP), more=1)
+    assert result.equals(trainer.plain())
+    assert violations == []
+    assert max(count for count, _, _ in found) > 0
+    assert all(last <= furthest + 1 for count, last, furthest in found if count)
+
+
 def trained(rank: int, arm: str) -> tuple[list[str], int]:
     """Where bits differ from AdamW's in a model whose layers wait for a read-back, and updates queued meanwhile."""
     model = net(True)
