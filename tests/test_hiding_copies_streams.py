@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import pytest
+
 from offbench.offload.replay import Replay
 from offbench.offload.schedule import Schedule
 from offbench.planner.inputs import Links
@@ -125,6 +127,21 @@ def test_bare_copies_beside_streams_that_wait() -> None:
     assert "but for one of the sixteen rows" in PROSE
     two = {rate for row in BARE if row.get("connections") == 2 for rate in row["gib_s"]}
     assert max(two) - min(two) < 0.2
+
+
+def test_the_reproducer_as_it_is_now() -> None:
+    fourth = [r for r in BARE if r["source"] == "fourth machine" and r["model"] == "products"]
+    rates = {(r["direction"], r["behind"], r["waiting"]): statistics.median(r["gib_s"]) for r in fourth}
+    for way in ("in", "out"):
+        assert rates[way, "a kernel", 1] == pytest.approx(rates[way, "nothing", 0], abs=0.1)
+    words = (
+        "with two and four out at {:.1f} and {:.1f} GiB/s, with four in at {:.1f}; with a copy behind four waits out"
+    )
+    found = [rates["out", "a kernel", 2], rates["out", "a kernel", 4], rates["in", "a kernel", 4]]
+    assert words.format(*found) in PROSE
+    assert f"behind four waits out at {rates['out', 'a copy', 4]:.1f}." in PROSE
+    others = [rate for (_, behind, waiting), rate in rates.items() if behind != "a kernel" and waiting != 4]
+    assert min(others) > 51
 
 
 def test_what_is_said_of_the_eleventh_version() -> None:

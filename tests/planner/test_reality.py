@@ -110,16 +110,17 @@ def test_our_rows_are_within_five_percent_or_have_a_reason(file: Path) -> None:
         error = f"{100 * row.error:+z.1f}"
         figures = f"{row.simulated_s:.3f}", f"{row.actual_s:.3f}", "0.0" if error == "+0.0" else error
         if figures in written:
-            written.discard(figures)
+            written.remove(figures)
         else:  # one that docs/plan.md leaves out
             assert row.name.startswith("none"), figures
             assert abs(row.error) < 0.01
     assert not written
 
 
-def in_the_docs(name: str) -> set[tuple[str, str, str]]:
+def in_the_docs(name: str) -> list[tuple[str, str, str]]:
     """Simulated, actual and error of a file's rows, as docs/plan.md has them."""
-    found, here = set(), ""
+    found: list[tuple[str, str, str]] = []
+    here = ""
     for line in (RESULTS.parent / "docs" / "plan.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if named := re.match(r"`(h200-[^`]*)`|table [AB]", cells[0]):
@@ -127,7 +128,7 @@ def in_the_docs(name: str) -> set[tuple[str, str, str]]:
         if here == name and len(cells) == 4 and cells[3].endswith("%"):
             simulated, actual, error = (re.split("[,;] ", cell.removesuffix(" %")) for cell in cells[1:])
             shared = simulated * (len(actual) if len(simulated) == 1 else 1)
-            found |= set(zip(shared, actual, error, strict=True))
+            found += zip(shared, actual, error, strict=True)
     return found
 
 
