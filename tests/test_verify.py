@@ -11,20 +11,26 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 from offbench import arms
 from offbench.arms.arm import Arm
 from offbench.cli import main
 from offbench.errors import UsageError
-from offbench.offload import OffloadedAdamW
+from offbench.offload import OffloadedAdamW, meanwhile
+from offbench.offload.adversary import AdversarialStreams
+from offbench.offload.engine import Engine
+from offbench.offload.flow import FlowEngine
 from offbench.offload.schedule import Schedule
+from offbench.offload.streams import Why
 from offbench.verify import cases as matrix
-from offbench.verify import command, ranks, table, trial
-from offbench.verify.cases import ADVERSARIES, LARGE_MODELS, PLAIN, Case, Variant, cases, paces, variants
+from offbench.verify import command, ranks, table, trainees, trial
+from offbench.verify.cases import ADVERSARIES, LARGE_MODELS, PLAIN, SMALL_MODELS, Case, Variant, cases, paces, variants
 from offbench.verify.table import Answer, judge
 from offbench.verify.trainees import build
 from offbench.verify.trial import Difference, Trial, first_difference, first_not_finite
@@ -50,6 +56,7 @@ def test_each_condition_occurs_and_names_are_unique(jobs: list[Case]) -> None:
     assert {c.accumulation for c in possible} == {1, 4}
     assert {c.ep for c in possible if c.broadcast} == {1, 2}
     assert {c.implementation for c in possible} == {"fused", "foreach"}
+    assert {c.world for c in possible if c.waits} >= {1, 2}
     assert len({c.name for c in jobs}) == len(jobs)
 
 
@@ -92,14 +99,26 @@ def test_each_variant_meets_every_pace(column: int) -> None:
 def test_on_cuda_each_condition_meets_both_paces(column: int) -> None:
     """Copies as they are could start too early, slow ones end too late; an arm without side streams has one pace."""
     assert paces("cuda", 2, OVERLAP_SCHEDULE, 0, column, quick=True) == list(matrix.ON_DEVICE)
-    rows = [(case, paces("cuda", 2, OVERLAP_SCHEDULE, row, column, False)) for row, case in enumerate(cases(2, False))]
-    assert all(len(turn) == 1 for _, turn in rows[1:])
-    seen = {(key, value, turn[0]) for case, turn in rows[1:] for key, value in vars(case).items()}
-    for key in ("model", "ep", "dtype", "clip", "accumulation", "resume", "broadcast"):
+    rows = [
+        (case, paces("cuda", 2, OVERLAP_SCHEDULE, row, column, False, case.waits))
+        for row, case in enumerate(cases(2, False))
+    ]
+    assert all(len(turn) == 1 + case.waits for case, turn in rows[1:])
+    seen = {(key, value, pace) for case, turn in rows[1:] for key, value in vars(case).items() for pace in turn}
+    for key in ("model", "ep", "dtype", "clip", "accumulation", "resume", "broadcast", "waits"):
         for value in {value for name, value, _ in seen if name == key}:
             assert {pace for *condition, pace in seen if condition == [key, value]} == set(matrix.ON_DEVICE)
     for arm in ("none", "main", "zerocopy"):
         assert paces("cuda", 2, Variant(arm).schedule(1 << 20), 0, column, quick=True) == [PLAIN]
+
+
+@pytest.mark.parametrize("world", matrix.WORLDS)
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_case_that_waits_meets_a_pace_at_which_copies_end_meanwhile(world: int, quick: bool) -> None:
+    for row in range(len(EVERY)):
+        turn = paces("cpu", world, OVERLAP_SCHEDULE, row, 0, quick, waits=True)
+        assert len(set(turn)) == 2
+        assert any(pace == PLAIN or dict(pace.streams or ())["in"] != "lazy" for pace in turn)
 
 
 def values(**changed: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
@@ -256,6 +275,110 @@ def test_a_planted_fault_is_found_and_named(
     out = capfd.readouterr().out
     assert "clip  pass  FAIL" in out
     assert f"FAIL: {arm}, {Case(world).name}: blocks.0.up.weight: parameter[0, 0] is " in out
+
+
+@pytest.mark.parametrize(
+    ("arm", "engine", "method", "wait"),
+    [
+        ("overlap", Engine, "queue_more", "LOADED"),
+        ("overlap", Engine, "queue_more", "UPDATED"),
+        ("stream", FlowEngine, "queue_more", "LOADED"),
+        ("stream", FlowEngine, "_move_one", "SLOT_FREE"),
+        ("stream", FlowEngine, "_move_one", "GRADIENT_FREE"),
+        ("stream", FlowEngine, "_keep_coming", "UPDATED"),
+    ],
+)
+def test_a_wait_lost_only_while_the_host_waits_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arm: str,
+    engine: type[Engine],
+    method: str,
+    wait: str,
+) -> None:
+    """On one rank by the case that waits, and by no other."""
+    honest = getattr(engine, method)
+
+    def forgetful(self: Any, *arguments: Any) -> Any:
+        streams = self._streams
+        assert isinstance(streams, AdversarialStreams)
+        streams.drop = Why[wait]
+        try:
+            return honest(self, *arguments)
+        finally:
+            streams.drop = None
+
+    monkeypatch.setattr(engine, method, forgetful)
+    only(monkeypatch, Case(1), Case(1, waits=True))
+    assert main([*WORDS, "--nproc", "1", "--arm", arm, "--arm", "none", "--format", "json"]) == 1
+    cells = json.loads(capfd.readouterr().out)["cells"]
+    assert {cell["verdict"] for cell in cells if cell["case"] == Case(1).job} == {"pass"}
+    waiting = {(cell["arm"], cell["verdict"]) for cell in cells if cell["case"] == Case(1, waits=True).job}
+    assert waiting == {("none", "pass"), (arm, "FAIL")}
+
+
+def queued_in_waits(rank: int, world: int, kind: str, folder: str) -> None:
+    """Of the quick matrix's case that waits, by variant: what differs, and updates that were queued in waits. Of a
+    larger world it is a rehearsal. Into a file, for it is a process of its own."""
+    torch.set_num_threads(1)
+    device = ranks._join(rank, ranks.Launch(world, 1, kind, (), (), quick=True), folder)
+    jobs = cases(world, quick=True, size=LARGE_MODELS if kind == "cuda" else SMALL_MODELS)
+    ((row, case),) = [(row, case) for row, case in enumerate(jobs) if case.waits]
+    queued = [0]
+
+    def count(engine: type[Engine]) -> None:
+        queue_more = engine.queue_more
+
+        def counting(self: Engine) -> bool:
+            there = len(self._waiting())
+            found = queue_more(self)
+            queued[0] += there - len(self._waiting())
+            return found
+
+        engine.queue_more = counting  # type: ignore[method-assign]
+
+    count(Engine)
+    count(FlowEngine)
+    one, found = Trial(case, rank, device), {}
+    expected = one.reference()
+    for column, variant in enumerate(variants([])):
+        schedule = variant.schedule(case.chunk_bytes)
+        if schedule.deferred:
+            queued[0] = 0
+            turn = paces(kind, world, schedule, row, column, quick=True, waits=True)
+            differences = [one.differs(expected, variant, pace) for pace in turn]
+            found[variant.name] = [each.describe() for each in differences if each is not None], queued[0]
+    torch.save(found, f"{folder}/found.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_case_that_waits_has_updates_queued_in_its_waits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, world: int, kind: str
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    method = "spawn" if kind == "cuda" else "fork"
+    mp.start_processes(queued_in_waits, (world, kind, str(tmp_path)), nprocs=1, start_method=method)
+    found = torch.load(tmp_path / "found.pt", weights_only=False)
+    assert found.keys() == {v.name for v in variants([]) if v.schedule(1 << 20).deferred}
+    assert {arm: differences for arm, (differences, _) in found.items() if differences} == {}
+    assert {arm: count for arm, (_, count) in found.items() if count < trial.STEPS - 1} == {}, "one a forward"
+
+
+def test_on_a_device_the_event_that_is_awaited_is_behind_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Event:
+        def __getattr__(self, name: str) -> Any:
+            return lambda: calls.append(name)
+
+    module = SimpleNamespace(_sleep=lambda cycles: calls.append(f"sleep {cycles}"), Event=Event)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    before = meanwhile.waits()
+    trainees.hold_host(torch.device("cuda"))
+    assert calls == [f"sleep {trainees.SLEEP_CYCLES}", "record", "query", "synchronize"]
+    assert meanwhile.waits() == before + 1
 
 
 @pytest.mark.parametrize("broadcast", [Case(2, broadcast=True), Case(2, "moe", 2, broadcast=True)])

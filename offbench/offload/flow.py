@@ -130,8 +130,9 @@ class FlowEngine(FlowMemory):
             self._give_back(self._step.arrived.pop(0))
 
     def queue_more(self) -> bool:
-        """As any engine's; resident state a kernel at a time, first what step() left of its lead, and behind the last
-        update write-back. An update whose state is still coming is left for later."""
+        """As any engine's, but as little as can be in one go, since what the host waits for may come meanwhile: an
+        update, or a copy in or out. Resident state a kernel at a time, first what step() left of its lead, and behind
+        the last update write-back. An update whose state is still coming is left for later."""
         step = self._step
         if step is None or not (step.waiting or step.staged):
             return False
@@ -140,10 +141,13 @@ class FlowEngine(FlowMemory):
         elif works := self._kept_together(step, len(step.waiting)):
             self._allowance.changed()
             self._queue_kept(step, works)
+        elif step.has_room and self._move_one(step):
+            pass
         elif len(step.waiting) <= step.beyond_lead and not self._is_near(step.waiting[0]):
             return False
         elif self._is_here(step):
-            self._queue(1)
+            self._allowance.changed()
+            self._queue_chunk(step, step.waiting.popleft(), goes_on=False)
         else:
             self._keep_coming(step)
         return True
@@ -161,13 +165,13 @@ class FlowEngine(FlowMemory):
         return moved is not None and moved[1].query()
 
     def _keep_coming(self, step: FlowStep) -> None:
-        """Make room for what moves in next, a chunk at a time, while copies are still on their way."""
+        """Make room for what moves in next, by a chunk, while copies are still on their way."""
         if not (step.to_move and step.staged):
             return
         places = [place for place, loaded in step.moved.values() if not loaded.query()]
         if sum(one.stop - one.start for place in places for one in place.ranges) < COMING * self._moving_bytes:
             self._write_back(*step.staged.popleft())
-            self._move_ahead(step)
+            step.has_room = True
 
     def _burst(self, chunks: int) -> int:
         """How many updates so many chunks are, all pieces of a parameter as one chunk: a layer of large parameters is
@@ -270,10 +274,13 @@ class FlowEngine(FlowMemory):
         if not step.staged:
             step.arrived = sorted(self._extents.all, key=lambda extent: extent.clear_at)
 
-    def _queue_chunk(self, step: FlowStep, work: Work) -> None:
+    def _queue_chunk(self, step: FlowStep, work: Work, goes_on: bool = True) -> None:
+        """Queue an update and, if it `goes_on`, what moves into the room it makes; else that is left for later."""
         if work.chunk.index in self._resident:
             self._finish_update(step, work, self._kept(work.chunk))
         else:
+            if step.has_room:
+                self._go_on(step)
             while work.chunk.index not in step.moved and self._make_place(step, work.chunk):
                 self._move_ahead(step)
             if moved := step.moved.pop(work.chunk.index, None):
@@ -283,7 +290,9 @@ class FlowEngine(FlowMemory):
                 self._keep_staged(step, work.chunk, place)
             else:
                 self._update_at_home(step, work)
-        self._go_on(step)
+        step.has_room = True
+        if goes_on:
+            self._go_on(step)
 
     def _update_at_home(self, step: FlowStep, work: Work) -> None:
         """The forward left no memory for a chunk's state: the update reaches it in host memory, slowly."""
@@ -305,7 +314,15 @@ class FlowEngine(FlowMemory):
         """Something was updated: what that frees holds state, or goes back."""
         self._retire_arena(step)
         self._move_ahead(step)
+        step.has_room = False
         self.staging_peak = max(self.staging_peak, self._extents.nbytes)
+
+    def _move_one(self, step: FlowStep) -> bool:
+        """As `_go_on`, but one chunk only. Returns whether there was one that found room."""
+        self._retire_arena(step)
+        step.has_room = self._move_next(step)
+        self.staging_peak = max(self.staging_peak, self._extents.nbytes)
+        return step.has_room
 
     def _finish_update(self, step: FlowStep, work: Work, staged: Staged) -> None:
         updated = self._update(self._streams.side("update"), work, staged)

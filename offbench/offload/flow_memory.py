@@ -115,9 +115,16 @@ class FlowMemory(Engine):
 
     def _move_ahead(self, step: FlowStep) -> None:
         """Chunks move in, in order, as far as there is room."""
-        while step.to_move and (moved := self.stage(step.to_move[0])) is not None:
-            step.moved[step.to_move.popleft().index] = moved
-            step.last_in = moved[1]
+        while self._move_next(step):
+            pass
+
+    def _move_next(self, step: FlowStep) -> bool:
+        """The next chunk moves in, if there is one and it finds room."""
+        if not step.to_move or (moved := self.stage(step.to_move[0])) is None:
+            return False
+        step.moved[step.to_move.popleft().index] = moved
+        step.last_in = moved[1]
+        return True
 
     def stage(self, chunk: Chunk) -> tuple[Place, Event] | None:
         """Queue the copies of a chunk into staging memory that is there: where, and the event behind them; None, and

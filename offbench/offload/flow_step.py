@@ -50,6 +50,8 @@ class FlowStep:
     """Chunks moving in ahead of their update: where, and the event behind it."""
     staged: deque[tuple[Chunk, Place]] = field(default_factory=deque)
     """Updated chunks that are not written back yet, oldest first."""
+    has_room: bool = False
+    """Memory came free into which nothing moves yet."""
     freed_bytes: int = 0
     """Gradient memory that no update needs any more."""
     grown_bytes: int = 0

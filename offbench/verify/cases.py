@@ -29,7 +29,7 @@ class Size:
     """How large the models of a case are."""
 
     blocks: int
-    """Of the dense model; the root owns a norm and a head besides."""
+    """Of the dense model (`Case.blocks`: some cases have more); the root owns a norm and a head besides."""
     width: int
     layers: int
     """Of the mixture of experts."""
@@ -62,6 +62,8 @@ class Case:
     implementation: Literal["fused", "foreach"] = "fused"
     broadcast: bool = False
     """Right after every BROADCAST_EVERY-th step() a replica gets the weights, as deltas after the first time."""
+    waits: bool = False
+    """Of the dense model: the forward holds the host in every block, and updates are queued meanwhile."""
     size: Size = SMALL_MODELS
 
     @property
@@ -80,6 +82,8 @@ class Case:
             parts.append("resume")
         if self.broadcast:
             parts.append("broadcast")
+        if self.waits:
+            parts.append("waits")
         if self.implementation != "fused":
             parts.append(self.implementation)
         return ", ".join(parts)
@@ -90,6 +94,12 @@ class Case:
         if self.world % self.ep:
             return f"EP {self.ep} on {count(self.world, 'rank')}"
         return None
+
+    @property
+    def blocks(self) -> int:
+        """Of the dense model. step() and the first gathers queue what a few blocks need before the first wait: a model
+        that waits has as many blocks again, or none of their updates would be left for its waits."""
+        return self.size.blocks * (2 if self.waits else 1)
 
     @property
     def chunk_bytes(self) -> int:
@@ -166,13 +176,14 @@ def _cases(world: int, quick: bool) -> list[Case]:
             ("bf16", "fp32"), (True, False), (1, 4), (False, True)
         ):
             found.append(Case(world, model, ep, dtype, clip, accumulation, resume))  # type: ignore[arg-type]
-    found += [Case(world, "moe"), Case(world, implementation="foreach"), Case(world, broadcast=True)]
+    found += [Case(world, "moe"), Case(world, implementation="foreach")]
+    found += [Case(world, waits=True), Case(world, broadcast=True)]
     return [*found, *(Case(world, "moe", 2, resume=r, broadcast=True) for r in (False, True) if world % 2 == 0)]
 
 
 _EP: dict[str, object] = {"model": "moe", "ep": 2}
 _QUICK: dict[int, list[dict[str, object]]] = {
-    1: [{}, {"model": "moe", "clip": False, "accumulation": 4}, {"resume": True}, _EP],
+    1: [{}, {"model": "moe", "clip": False, "accumulation": 4}, {"resume": True}, {"waits": True}, _EP],
     2: [
         {},
         {"clip": False, "accumulation": 4},
@@ -180,6 +191,7 @@ _QUICK: dict[int, list[dict[str, object]]] = {
         {"implementation": "foreach"},
         _EP | {"dtype": "fp32"},
         _EP | {"resume": True},
+        {"waits": True},
         {"broadcast": True},
         _EP | {"broadcast": True},
     ],
@@ -218,13 +230,17 @@ PLAIN = Pace("device streams")
 ON_DEVICE = (PLAIN, Pace("device streams, copies 40 times as long", copy_repeat=40.0))
 
 
-def paces(device: str, world: int, schedule: Schedule, row: int, column: int, quick: bool) -> list[Pace]:
-    """The paces of the cell in that row and column of its table.
+def paces(
+    device: str, world: int, schedule: Schedule, row: int, column: int, quick: bool, waits: bool = False
+) -> list[Pace]:
+    """The paces of the cell in that row and column of its table. waits: its case does.
 
     On CPU the device's streams prove little, since everything runs when it is called: there a schedule with streams
     runs under the adversary, a pace or two a cell, the next row and the next world under the following ones.
     On CUDA every arm runs the first job at both paces, and the others at one of them: the parity of the row's binary
     digits says which, so that each condition (a digit of the row) meets both.
+    A case that waits meets two paces everywhere: what is queued in waits depends on whether copies have ended by then,
+    and of two paces that follow each other, at least one ends some of them.
     """
     if not schedule.offloaded:
         return [PLAIN]
@@ -233,10 +249,10 @@ def paces(device: str, world: int, schedule: Schedule, row: int, column: int, qu
         # One stream keeps its order however long copies take; where the update is the copy, none can be repeated.
         if not schedule.copy_streams or schedule.update == "host_memory":
             return [PLAIN]
-        return list(ON_DEVICE) if first else [ON_DEVICE[(row.bit_count() + column) % 2]]
+        return list(ON_DEVICE) if first or waits else [ON_DEVICE[(row.bit_count() + column) % 2]]
     if not schedule.copy_streams:
         return [ADVERSARIES[0]]
     choice = ADVERSARIES if quick else (*ADVERSARIES, PLAIN)
     turn = 4 * world + row + column
-    each = 2 if world <= 2 and (first or not quick) else 1
+    each = 2 if waits or (world <= 2 and (first or not quick)) else 1
     return [choice[(turn + i) % len(choice)] for i in range(each)]

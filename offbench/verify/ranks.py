@@ -263,9 +263,10 @@ class _Line:
     def fails(self, column: int, variant: Variant, expected: Snapshot) -> bool:
         """Run one cell and say whether it fails on this rank."""
         self.answer(variant, "started")
-        launch, schedule = self.launch, variant.schedule(self.trial.case.chunk_bytes)
+        launch, case = self.launch, self.trial.case
+        schedule = variant.schedule(case.chunk_bytes)
         # All paces on every rank, also after a difference: the other ranks may have found none, and go on.
-        every = paces(launch.device, launch.world, schedule, self.row, column, launch.quick)
+        every = paces(launch.device, launch.world, schedule, self.row, column, launch.quick, case.waits)
         tried = [self.trial.differs(expected, variant, pace) for pace in every]
         found = next((difference for difference in tried if difference is not None), None)
         if found is None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from offbench.config import Mode, RunSpec, Workload
+from offbench.offload import meanwhile
 from offbench.verify.cases import STEPS, Case
 from offbench.workload.parallel import Job, Meshes, as_fsdp
 from offbench.workload.parallel import build as build_job
@@ -22,6 +23,11 @@ SAMPLES = 4
 """Inputs of the dense model in each backward pass."""
 MAX_NORM = 0.05
 """Far below the norms of both models, so that clipping always scales."""
+LOOKS = 4
+"""How often the CPU's host finds, in one wait, that it must wait on: one look may be spent on making room."""
+SLEEP_CYCLES = 2_000_000
+"""How long it waits for another device: a millisecond of an H200, enough to queue a few updates and for a chunk to be
+copied, and below a tenth of a second a run."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -94,13 +100,48 @@ def wrapped_mlp(
     return model
 
 
+class _NotYet:
+    """An event that has passed when it is asked once more than LOOKS times. A real one of the CPU is never late, so a
+    host that waited for it would ask nobody for updates; and as many looks as these are the same in every run."""
+
+    def __init__(self) -> None:
+        self._left = LOOKS
+
+    def query(self) -> bool:
+        """Whether it has been asked that often."""
+        self._left -= 1
+        return self._left < 0
+
+    def synchronize(self) -> None:
+        """What it stands for is done already."""
+
+
+def hold_host(device: torch.device) -> None:
+    """Hold the host in the middle of a forward, as a model does that reads something back."""
+    if device.type == "cpu":
+        meanwhile.wait(_NotYet())
+        return
+    module = torch.get_device_module(device)
+    # Products as small as these are over before the host asks, and a wait that is none queues nothing. Enough of them
+    # would take the host as long as the device; this takes it one launch. Of torch's devices CUDA's alone can sleep.
+    module._sleep(SLEEP_CYCLES)
+    event = module.Event()
+    event.record()
+    meanwhile.wait(event)
+
+
 def _mlp(case: Case, rank: int, device: torch.device) -> Trainee:
-    size = case.size
-    model = wrapped_mlp(_meshes(device.type, case.world, 1).dp, device, DTYPES[case.dtype], size.blocks, size.width)
+    width = case.size.width
+    model = wrapped_mlp(_meshes(device.type, case.world, 1).dp, device, DTYPES[case.dtype], case.blocks, width)
+    if case.waits:
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            # Behind its first product, on the thread that runs the forward; a backward runs no such hook.
+            block.up.register_forward_hook(lambda *_: hold_host(device))
 
     def backward(step: int) -> None:
         for micro in range(case.accumulation):  # reduced each time: sharded gradients add up in p.grad
-            x = _input(size.width, 1000 * step + 100 * micro + rank, device)
+            x = _input(width, 1000 * step + 100 * micro + rank, device)
             (model(x) / case.accumulation).backward()
 
     def clip() -> None:

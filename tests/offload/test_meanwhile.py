@@ -188,8 +188,9 @@ def test_an_update_is_queued_in_waits_once_it_waits_for_no_copy(chunk: int, stag
 
 
 def test_room_is_made_in_waits_until_enough_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, int]] = []
-    keep_coming = FlowEngine._keep_coming
+    made: list[int] = []
+    filled: list[int] = []
+    keep_coming, move_one = FlowEngine._keep_coming, FlowEngine._move_one
 
     def spy(self: FlowEngine, step: FlowStep) -> None:
         before = len(step.staged), len(step.to_move)
@@ -199,19 +200,64 @@ def test_room_is_made_in_waits_until_enough_is_on_its_way(monkeypatch: pytest.Mo
         keep_coming(self, step)
         wrote = before[0] - len(step.staged)
         assert wrote == int(min(before) > 0 and coming < flow.COMING * self._moving_bytes)
-        made.append((wrote, before[1] - len(step.to_move)))
+        assert step.has_room == bool(wrote), "the next look has a chunk move in"
+        assert len(step.to_move) == before[1]
+        made.append(wrote)
+
+    def spy_one(self: FlowEngine, step: FlowStep) -> bool:
+        before = len(step.to_move)
+        moved = move_one(self, step)
+        filled.append(before - len(step.to_move))
+        assert moved == filled[-1]
+        return moved
 
     monkeypatch.setattr(FlowEngine, "_keep_coming", spy)
+    monkeypatch.setattr(FlowEngine, "_move_one", spy_one)
     result, _, violations = queued(stream(lead=3, ahead=99), more=9)
     assert result.equals(trainer.plain())
     assert violations == []
-    assert any(wrote and moved for wrote, moved in made)
+    assert any(made)
+    assert set(filled) == {0, 1}
     made.clear()
     monkeypatch.setattr(flow, "COMING", 0.0)
     result, _, _ = queued(stream(lead=3, ahead=99), more=9)
     assert result.equals(trainer.plain())
     assert made
-    assert not any(wrote or moved for wrote, moved in made)
+    assert not any(made)
+
+
+@pytest.mark.parametrize("more", [1, 2, 3, 9])
+def test_a_look_queues_one_thing(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host waits for may come during it. An update's own write-back is part of it where its memory goes back
+    to those that lent it, and an arena is written back at once as it retires."""
+    calls: list[str] = []
+    looks: list[list[str]] = []
+    queue_more = FlowEngine.queue_more
+
+    def spied(name: str) -> None:
+        real = getattr(FlowEngine, name)
+
+        def spy(self: FlowEngine, *arguments: Any) -> Any:
+            calls.append(name)
+            return real(self, *arguments)
+
+        monkeypatch.setattr(FlowEngine, name, spy)
+
+    def spy_more(self: FlowEngine) -> bool:
+        calls.clear()
+        there_is = queue_more(self)
+        looks.append([*calls])
+        return there_is
+
+    for name in ("_update", "_move_in", "_write_back"):
+        spied(name)
+    monkeypatch.setattr(FlowEngine, "queue_more", spy_more)
+    result, _, violations = queued(stream(lead=3, ahead=99), more)
+    assert result.equals(trainer.plain())
+    assert violations == []
+    assert {len(look) for look in looks} == {0, 1}
+    copies = {"_move_in", "_write_back"}  # with one look a wait, reads queue the updates
+    assert {name for look in looks for name in look} == (copies | {"_update"} if more > 1 else copies)
 
 
 @pytest.mark.parametrize("more", [0, 1])
