@@ -226,6 +226,37 @@ def test_room_is_made_in_waits_until_enough_is_on_its_way(monkeypatch: pytest.Mo
     assert not any(made)
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_room_that_a_look_left_is_used_before_any_is_made(has_room: bool) -> None:
+    """By an update whose state has not come, as one that a gather needs."""
+    calls: list[str] = []
+    step: Any = SimpleNamespace(has_room=has_room, moved={})
+
+    def noted(name: str, moves: bool = False) -> Callable[..., Any]:
+        def note(*arguments: Any) -> Any:
+            calls.append(name)
+            if moves:
+                step.moved[7] = SimpleNamespace(state=None), Passes(9)
+            return True
+
+        return note
+
+    stream = SimpleNamespace(wait=noted("wait"))
+    engine: Any = SimpleNamespace(
+        _resident={},
+        _streams=SimpleNamespace(side=lambda name: stream),
+        _go_on=noted("go on", moves=True),
+        _make_place=noted("make place"),
+        _move_ahead=noted("move", moves=True),
+        _finish_update=noted("update"),
+        _keep_staged=noted("keep"),
+    )
+    FlowEngine._queue_chunk(engine, step, SimpleNamespace(chunk=SimpleNamespace(index=7)), goes_on=False)  # type: ignore[arg-type]
+    made = ["go on"] if has_room else ["make place", "move"]
+    assert calls == [*made, "wait", "update", "keep"]
+    assert step.has_room
+
+
 @pytest.mark.parametrize("more", [1, 2, 3, 9])
 def test_a_look_queues_one_thing(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host waits for may come during it. An update's own write-back is part of it where its memory goes back
