@@ -103,11 +103,20 @@ def test_copies_beside_the_model() -> None:
         [(r["attention_ms"], r["experts_ms"]) for r in engine[at:] if bool(r["copies"]) == some]
         for some, at in ((False, 3), (True, 0))
     )
-    words = "took {:.1f} and {:.1f} ms with none beside it, {:.1f} to {:.1f} with some; the experts {:.1f} and {:.1f}"
+    words = (
+        "{:.1f} and {:.1f} ms with none beside it, between passes with some, which took {:.1f} to {:.1f}; "
+        "the experts {:.1f} and {:.1f}"
+    )
     first, second = ([row[at] for row in bare] for at in (0, 1))
     slow = [[row[at] for row in busy] for at in (0, 1)]
     assert words.format(*sorted(first), *(p(slow[0]) for p in ENDS), *sorted(second)) in PROSE
     assert "and {:.1f} to {:.1f}.".format(*(p(slow[1]) for p in ENDS)) in PROSE
+    early = [(r["attention_ms"], r["experts_ms"]) for r in engine[:3]]
+    assert not any(r["copies"] for r in engine[:3])
+    words = "right after the warm-up, took {:.1f} to {:.1f} and {:.1f} to {:.1f}."
+    assert words.format(*(p(column) for column in zip(*early, strict=True) for p in ENDS)) in PROSE
+    percent = [round(100 * (pick(slow[0]) / pick(first) - 1)) for pick in ENDS]
+    assert "by {} to {} %".format(*percent) in PROSE
     kernels = [r for r in BESIDE if {"k1", "k2"} & set(r["copies"])]
     out = [rate for r in kernels for way, rate in r["gib_s"].items() if way != "in"]
     into = [r["gib_s"]["in"] for r in kernels if "in" in r["gib_s"]]
