@@ -26,6 +26,7 @@ def check_launch(spec: RunSpec, reports: Sequence[RankReport]) -> dict[str, str]
         "updates": _updates(spec, reports) or "ok",
         "fsdp copies": _fsdp_copies(spec, reports) or "ok",
         "readbacks": _readbacks(spec, reports) or "ok",
+        "gradient pool": _gradient_pool(spec, reports) or "ok",
         "activations": _activations(spec, reports) or "ok",
         "window": _window(spec, reports) or "ok",
         **_slope(reports),
@@ -98,6 +99,17 @@ def _fsdp_copies(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
             return f"rank {report.rank}: {report.kernel_copies} copies went through kernels, at least {least} had to"
         if spec.arm.fsdp_copies == "stock" and report.kernel_copies:
             return f"rank {report.rank}: {report.kernel_copies} copies went through kernels, none had to"
+    return None
+
+
+def _gradient_pool(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
+    """--gradient-pool reached FSDP2: at least one reduction for each layer and step, or none at all."""
+    asked = spec.arm.gradient_pool == "compute"
+    least = spec.workload.layers * (spec.window.warmup + spec.window.steps) if asked else 0
+    for report in reports:
+        if report.pooled_gradients < least or (report.pooled_gradients and not asked):
+            wanted = f"at least {least}" if asked else "none"
+            return f"rank {report.rank}: {report.pooled_gradients} gradients came from compute's pool, {wanted} had to"
     return None
 
 

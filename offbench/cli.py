@@ -95,6 +95,10 @@ def run(
             help="kernel (default on a GPU): expert counts, loss, norm reach the host past bulk write-back; or copy."
         ),
     ] = None,
+    gradient_pool: Annotated[
+        str | None,
+        typer.Option(help="stock (default); or compute: sharded gradients in memory that activations can have, too."),
+    ] = None,
     activation_offload: Annotated[
         bool, typer.Option("--activation-offload", help="Saved block inputs go to host memory too.")
     ] = False,
@@ -200,6 +204,7 @@ def run(
         numa=numa,
         fsdp_copies=fsdp_copies,
         readbacks=readbacks,
+        gradient_pool=gradient_pool,
         activation_offload=activation_offload,
         model=model,
         layers=layers,

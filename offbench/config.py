@@ -25,6 +25,7 @@ _LATER = (
     ("arm", "loss_bytes", None),
     ("arm", "readbacks", "copy"),
     ("arm", "memory_limit", None),
+    ("arm", "gradient_pool", "stock"),
 )
 """Fields newer than the first records, with the values that leave a spec what it was."""
 
@@ -82,6 +83,8 @@ class ArmSpec(Frozen):
     """kernel: FSDP2's copy-in and copy-out without uploads of pointer tables (`offbench.offload.small_copies`)."""
     readbacks: Literal["copy", "kernel"] = "copy"
     """kernel: expert counts, loss and norm reach the host without the copy engine (`offbench.offload.readback`)."""
+    gradient_pool: Literal["stock", "compute"] = "stock"
+    """compute: sharded gradients in memory that activations can have, too (`offbench.offload.gradient_pool`)."""
     memory_limit: int | None = Field(default=None, ge=1)
     """Most bytes that PyTorch's allocator may take on the GPU; null: all there are."""
     chunk_bytes: int | None = Field(default=None, ge=4096)

@@ -24,6 +24,8 @@ def axes(spec: RunSpec, numa: str | None = None, auto_budget: int | None = None)
         parts.append(f"fsdp copies {arm.fsdp_copies}")
     if arm.readbacks != "copy":
         parts.append(f"readbacks {arm.readbacks}")
+    if arm.gradient_pool != "stock":
+        parts.append(f"gradient pool {arm.gradient_pool}")
     if arm.memory_limit is not None:
         parts.append(f"memory limit {show_size(arm.memory_limit)}")
     if spec.workload.activation_offload:

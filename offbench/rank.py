@@ -22,6 +22,7 @@ from offbench.estimate import estimate
 from offbench.hardware import load_nvml
 from offbench.host_lead import HostClock, HostLeadWatch
 from offbench.offload import OffloadedAdamW
+from offbench.offload.gradient_pool import GradientPool
 from offbench.offload.hoststore import HostStore
 from offbench.offload.small_copies import KernelCopies, kernel_copies
 from offbench.rank_report import describe, hand_over, meet, tell
@@ -66,6 +67,7 @@ def _run(
     env["affinity_joined"] = environment.cpu_list(os.sched_getaffinity(0))
     where.planned(estimate(spec).pinned_bytes)
     job = build(spec, dist.get_rank(), device.torch_device)
+    pool = GradientPool(job.model) if spec.arm.gradient_pool == "compute" else None
     progress.enter("pin")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -88,6 +90,7 @@ def _run(
     progress.enter("gather")
     report = describe(spec, job, optimizer, recorder, log, replica, copy_repeat)
     report.kernel_copies = copies.copies_in if copies is not None else 0
+    report.pooled_gradients = pool.made if pool is not None else 0
     report.pages = where.close(pinned_ranges(job, optimizer))
     report.host.numa = report.pages.numa
     report.link = link

@@ -66,6 +66,8 @@ class RankReport:
     """Bytes that --state-budget auto came to."""
     kernel_copies: int = 0
     """Reduce-scatter copy-ins that went through our kernels instead of FSDP2's."""
+    pooled_gradients: int = 0
+    """Results of a reduction that were made in compute's pool."""
     kernel_reads: int = 0
     """Expert counts that reached the host by a kernel instead of a copy."""
     small_copies: SmallCopies = field(default_factory=SmallCopies)

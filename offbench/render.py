@@ -209,6 +209,7 @@ def figures(row: Row) -> dict[str, Any]:
         "numa": row.spec.arm.numa,
         "fsdp_copies": row.spec.arm.fsdp_copies,
         "readbacks": row.spec.arm.readbacks,
+        "gradient_pool": row.spec.arm.gradient_pool,
         "memory_limit": row.spec.arm.memory_limit,
         "activation_offload": row.activation_offload,
         "first_step": row.spec.arm.first_step,

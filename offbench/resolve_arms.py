@@ -37,6 +37,8 @@ def arms_of(options: Options, shape: ModelShape, device: Literal["cuda", "cpu"])
     readbacks = usual[1] if options.readbacks is None else options.readbacks
     one_of("--fsdp-copies", fsdp_copies, ("stock", "kernel"))
     one_of("--readbacks", readbacks, ("copy", "kernel"))
+    gradient_pool = "stock" if options.gradient_pool is None else options.gradient_pool
+    one_of("--gradient-pool", gradient_pool, ("stock", "compute"))
     one_of("--first-step", options.first_step or "bounded", ("bounded", "whole"))
     if options.table is not None:
         return _table(options, chunk or shape.chunk_bytes)
@@ -50,6 +52,7 @@ def arms_of(options: Options, shape: ModelShape, device: Literal["cuda", "cpu"])
             numa=numa or options.numa,
             fsdp_copies=fsdp_copies,
             readbacks=readbacks,
+            gradient_pool=gradient_pool,
             memory_limit=limit,
             chunk_bytes=chunk or shape.chunk_bytes,
             **knobs,
@@ -80,6 +83,7 @@ def _table(options: Options, chunk: int) -> list[tuple[ArmSpec, bool]]:
         "--activation-offload": options.activation_offload,
         "--fsdp-copies": options.fsdp_copies == "kernel",
         "--readbacks": options.readbacks == "kernel",
+        "--gradient-pool": options.gradient_pool == "compute",
         "--memory-limit": options.memory_limit,
         "--first-step": options.first_step,
         "--state-budget": options.state_budget,

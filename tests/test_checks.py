@@ -18,14 +18,14 @@ LAYERS, PARAMS, STEPS = 2, 1000, 4
 STATE, CHUNK = 8 * PARAMS, 4000
 STOCK, KERNEL = "stock", "kernel"
 NAMES = [
-    *("schedule", "state", "memory", "updates", "fsdp copies", "readbacks", "activations", "window", "finite"),
-    "norms agree",
+    *("schedule", "state", "memory", "updates", "fsdp copies", "readbacks", "gradient pool", "activations", "window"),
+    *("finite", "norms agree"),
 ]
 
 
 def spec(arm: str = "chunked", mode: str = "real", device: str = "cuda", **options: Any) -> RunSpec:
     """Two ranks of two layers, one step of warm-up and three measured."""
-    ways = {key: options.pop(key) for key in ("fsdp_copies", "readbacks") if key in options}
+    ways = {key: options.pop(key) for key in ("fsdp_copies", "readbacks", "gradient_pool") if key in options}
     knobs = {key: options.pop(key) for key in ("state_budget", "pieces", "staging_bytes") if key in options}
     nproc = 1 if mode == "rehearsal" else 2
     return RunSpec(
@@ -48,7 +48,7 @@ def test_two_drained_windows_must_agree_with_the_step() -> None:
         spec(),
         [report(0, check_window=True, window_slope_s=1.004), report(1, check_window=True, window_slope_s=0.996)],
     )
-    assert list(good) == [*NAMES[:8], "window slope", *NAMES[8:]]
+    assert list(good) == [*NAMES[:9], "window slope", *NAMES[9:]]
     assert set(good.values()) == {"ok"}
     found = check_launch(
         spec(), [report(0, check_window=True, window_slope_s=1.0), report(1, check_window=True, window_slope_s=1.02)]
@@ -111,13 +111,14 @@ KERNEL_READS = LAYERS * STEPS
         (spec(device="cpu"), {"state": StateAt(device_bytes=STATE, host_bytes=0), "drained_bytes": None}),
         (spec(fsdp_copies=KERNEL), {"kernel_copies": KERNEL_COPIES}),
         (spec(readbacks=KERNEL), {"kernel_reads": KERNEL_READS}),
+        (spec(gradient_pool="compute"), {"pooled_gradients": LAYERS * STEPS}),
         (spec(readbacks=KERNEL, count_readback=False), {}),
         (spec(activation_offload=True), {"activations": (64, 64, 64)}),
         (spec(mode="rehearsal"), {"untouched": ["router.weight"]}),
     ],
     ids=[
         *("chunked", "overlap", "none", "a budget", "one memory on the CPU", "kernel copies", "kernel reads"),
-        *("nothing to read back", "activations", "a rehearsal may leave a parameter alone"),
+        *("compute's pool", "nothing to read back", "activations", "a rehearsal may leave a parameter alone"),
     ],
 )
 def test_a_good_launch_passes_every_check(of: RunSpec, fields: dict[str, Any]) -> None:
@@ -167,6 +168,13 @@ def test_fsdp_copies_go_the_way_that_was_asked_for() -> None:
     assert seen["fsdp copies"] == "rank 1: 7 copies went through kernels, at least 8 had to"
     line = "rank 1: 1 copies went through kernels, none had to"
     assert bad(spec(fsdp_copies=STOCK), "fsdp copies", kernel_copies=1) == line
+
+
+def test_gradients_come_from_the_pool_that_was_asked_for() -> None:
+    seen = check_launch(spec(gradient_pool="compute"), [report(pooled_gradients=8), report(1, pooled_gradients=7)])
+    assert seen["gradient pool"] == "rank 1: 7 gradients came from compute's pool, at least 8 had to"
+    line = "rank 1: 1 gradients came from compute's pool, none had to"
+    assert bad(spec(), "gradient pool", pooled_gradients=1) == line
 
 
 def test_expert_counts_come_the_way_that_was_asked_for() -> None:

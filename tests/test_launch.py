@@ -18,6 +18,7 @@ import torch
 from offbench import cli, rank
 from offbench.offload import updates
 from offbench.offload.adamw import OffloadedAdamW
+from offbench.offload.gradient_pool import GradientPool
 from offbench.offload.small_copies import KernelCopies
 from offbench.outcome import AFTERWARDS
 from offbench.workload.activation_offload import ActivationOffload
@@ -239,14 +240,23 @@ def no_activation_offload() -> None:
     ActivationOffload._save = lambda self, block, x: x  # type: ignore[method-assign]
 
 
-SABOTAGE = {"updates": no_updates, "fsdp copies": no_kernel_copies, "activations": no_activation_offload}
+def no_pool() -> None:
+    GradientPool.__init__ = lambda self, model: setattr(self, "_comms", [])  # type: ignore[method-assign]
+
+
+SABOTAGE = {
+    "updates": no_updates,
+    "fsdp copies": no_kernel_copies,
+    "gradient pool": no_pool,
+    "activations": no_activation_offload,
+}
 
 
 @pytest.mark.parametrize("check", SABOTAGE)
 def test_an_arm_that_does_not_do_its_work_is_invalid(check: str, tmp_path: Path) -> None:
     """Each rank breaks the arm from inside."""
     options = ("--arm", "overlap", "--activation-offload", "--nproc", "1", "--warmup", "1", "--steps", "1")
-    options += ("--fsdp-copies", "kernel")
+    options += ("--fsdp-copies", "kernel", "--gradient-pool", "compute")
     code, (record,) = fork(tmp_path / "s.jsonl", *options, sabotage=SABOTAGE[check])
     assert code == 1
     assert record["status"] == "invalid"

@@ -97,7 +97,8 @@ def test_records_from_before_an_option_say_that_it_was_not_in_use() -> None:
     for line in lines:
         del line["spec"]["arm"]["fsdp_copies"]
     for record in (*read_records([path]).records, *map(RunRecord.model_validate, lines)):
-        assert (record.spec.arm.fsdp_copies, record.spec.arm.readbacks) == ("stock", "copy")
+        arm = record.spec.arm
+        assert (arm.fsdp_copies, arm.readbacks, arm.gradient_pool) == ("stock", "copy", "stock")
         assert record.spec.run_id == record.run_id
 
 

@@ -126,6 +126,12 @@ def test_world_processes_and_mode(options: Options, machine: Hardware, expected:
             host(),
             "--table seed: its rows fix --fsdp-copies; leave it out",
         ),
+        (
+            Options(table="seed", gradient_pool="compute"),
+            host(),
+            "--table seed: its rows fix --gradient-pool; leave it out",
+        ),
+        (Options(gradient_pool="own"), host(), "--gradient-pool own: choose stock or compute"),
         (Options(table="seed", readbacks="kernel"), host(), "--table seed: its rows fix --readbacks; leave it out"),
         (
             Options(memory_limit="9GiB"),
@@ -268,6 +274,17 @@ def test_sizes() -> None:
     for bad in ("", "1", "GiB", "-1GiB", "1 parsec", "0B"):
         with pytest.raises(UsageError, match="not a size"):
             parse_size("--chunk", bad)
+
+
+def test_the_gradient_pool_is_an_axis_of_every_arm_and_not_in_use_by_default() -> None:
+    job = Options(arm=("none", "stream"))
+    for options, pool, extra in (
+        (job, "stock", ""),
+        (replace(job, gradient_pool="compute"), "compute", ", gradient pool compute"),
+    ):
+        specs = resolve(options, host(1)).specs
+        assert [spec.arm.gradient_pool for spec in specs] == [pool] * 2
+        assert [axes(spec) for spec in specs] == ["fsdp copies kernel, readbacks kernel" + extra] * 2
 
 
 def test_rates() -> None:

@@ -46,6 +46,7 @@ class Arm:
         numa: bool = False,
         fsdp_copies: str = "stock",
         readbacks: str = "copy",
+        gradient_pool: str = "stock",
         memory_limit: int | None = None,
         **options: object,
     ) -> ArmSpec:
@@ -59,5 +60,11 @@ class Arm:
         chosen = {
             key: options.get(key) if options.get(key) is not None else value for key, value in self.defaults.items()
         }
-        axes = {"numa": numa, "fsdp_copies": fsdp_copies, "readbacks": readbacks, "memory_limit": memory_limit}
+        axes = {
+            "numa": numa,
+            "fsdp_copies": fsdp_copies,
+            "readbacks": readbacks,
+            "gradient_pool": gradient_pool,
+            "memory_limit": memory_limit,
+        }
         return ArmSpec.model_validate({"name": self.name, **axes, **chosen})

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offbench.offload.adamw import OffloadedAdamW
+    from offbench.offload.gradient_pool import GradientPool
     from offbench.offload.schedule import Schedule
 
-__all__ = ["OffloadedAdamW", "Schedule"]
+__all__ = ["GradientPool", "OffloadedAdamW", "Schedule"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +23,10 @@ def __getattr__(name: str) -> Any:
         from offbench.offload.adamw import OffloadedAdamW
 
         return OffloadedAdamW
+    if name == "GradientPool":
+        from offbench.offload.gradient_pool import GradientPool
+
+        return GradientPool
     if name == "Schedule":
         from offbench.offload.schedule import Schedule
 

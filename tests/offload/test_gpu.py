@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from offbench.offload.gradient_pool import GradientPool
 from offbench.offload.pin_time import pin_times
 from offbench.offload.streams import DeviceStreams
 from offbench.workload.rehearsal import init_rehearsal
@@ -31,13 +32,16 @@ def compare_all(_: int, world: int, repeat: float, queue: mp.SimpleQueue) -> Non
     expected = reference(0, device)
     found = {"A/A": sharded.differences(expected, reference(0, device))}
     for label, options in {**ARMS, **CUT}.items():
-        for attempt in range(2):
-            model = sharded.build(device, prefetch=attempt == 0)
+        for prefetch, pooled in ((True, False), (False, False), (True, True)):
+            model = sharded.build(device, prefetch=prefetch)
+            pool = GradientPool(model) if pooled else None
             optimizer = sharded.optimizer_of(label.split()[0], model, DeviceStreams(device), **options)
             if optimizer._engine is not None:
                 optimizer._engine._copier.repeat = repeat
             sharded.train(model, optimizer, 0, device)
-            found[f"{label} {attempt}"] = sharded.differences(expected, sharded.snapshot(model, optimizer))
+            ends = sharded.snapshot(model, optimizer)
+            found[f"{label}, {prefetch=}, {pooled=}"] = sharded.differences(expected, ends)
+            assert pool is None or pool.made
     queue.put(found)
     dist.destroy_process_group()
 

@@ -1,0 +1,123 @@
+"""Sharded gradients in compute's pool of the caching allocator.
+
+PyTorch's allocator keeps a pool a stream: what was freed on one stream serves that stream alone, until memory is out
+and every pool's leftovers go back at once, for which the device must stand still. FSDP2 reduces gradients on a stream
+of its own and makes them there. So what they leave when the optimizer has used them is closed to activations and the
+loss of the next forward, what those leave is closed to the gradients of the next backward, and a process reserves the
+most of the one plus the most of the other, though the two never come together. Made in compute's pool, either can
+have what the other left.
+
+Note [Who may still use a gradient's memory]
+    A block of compute's pool may be handed out again as soon as it is freed, to whatever compute queues next.
+    - Before: FSDP2 makes the reducing stream wait for compute just before it asks for the memory, so nothing that
+      compute had queued for an earlier owner can run beside the reduction.
+    - After: compute waits for the reductions when the backward ends. But a gradient that is added to one of an
+      earlier backward is freed at once, by the host, while the reducing stream has still to read it; with hybrid
+      sharding the all-reducing stream has. Both are named to the allocator (`record_stream`), which then holds a freed
+      block back until they have passed. On compute's own side nothing changes: whoever frees gradients while another
+      stream reads them has to say so, as before.
+
+Only what FSDP2 itself takes for the result of a reduction is moved: where gradients are reduced in another dtype than
+they are kept in, the copy in that dtype stays with the reducing stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbench.offload.fsdp import UnknownFSDP, param_groups
+
+_COMM = "_reduce_scatter_comm"
+_STREAMS = ("reduce_scatter_stream", "all_reduce_stream")
+
+
+class GradientPool:
+    """From now on until `restore`, FSDP2 makes the sharded gradients of `model` in compute's pool.
+
+    Call it after `fully_shard`, on any module above or at what is sharded. Groups whose collectives were replaced by
+    others than FSDP2's own, which allocate as they see fit, stay as they are.
+
+    Raises UnknownFSDP when this torch's FSDP2 lacks a private part that this needs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        stock = [group for group in param_groups(model) if _is_stock(group)]
+        self._comms = [_Reduce(group) for group in stock]
+
+    @property
+    def groups(self) -> int:
+        """Parameter groups whose gradients are made there."""
+        return len(self._comms)
+
+    @property
+    def made(self) -> int:
+        """Reduced gradients made there so far, one a group and reduction."""
+        return sum(comm.made for comm in self._comms)
+
+    def restore(self) -> None:
+        """Give FSDP2 its own way back; gradients that are there stay where they are."""
+        for comm in self._comms:
+            comm.restore()
+        self._comms = []
+
+
+def _is_stock(group: Any) -> bool:
+    comm = getattr(group, _COMM, None)
+    if comm is None:
+        raise UnknownFSDP(f"torch {torch.__version__}: FSDPParamGroup has no {_COMM}")
+    return type(comm).__name__ == "DefaultReduceScatter"
+
+
+class _Reduce:
+    """A group's reduce-scatter. FSDP2 asks it for the memory of the input, then, on the reducing stream, of the
+    result, and calls it."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._own = getattr(group, _COMM)
+        self._compute: Any = None
+        """The stream that the input was asked for on."""
+        self.made = 0
+        setattr(group, _COMM, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own(*args, **kwargs)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the input or the result of a reduction: [size], dtype, uninitialised."""
+        module = torch.get_device_module(device)
+        current = module.current_stream()
+        side = [self._stream(name) for name in _STREAMS]
+        if current != side[0]:
+            self._compute = current
+            return self._take(size, dtype, device)
+        if self._compute is None:
+            return self._take(size, dtype, device)
+        with module.stream(self._compute):
+            result = self._take(size, dtype, device)
+        if device.type != "cpu":  # nothing is ever in flight there, and record_stream raises
+            for stream in side:
+                result.record_stream(stream)
+        self._compute = None
+        self.made += 1
+        return result
+
+    def restore(self) -> None:
+        """Leave the group as it was, unless somebody replaced this one meanwhile."""
+        if getattr(self._group, _COMM) is self:
+            setattr(self._group, _COMM, self._own)
+
+    def _take(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        memory: torch.Tensor = self._own.allocate(size, dtype=dtype, device=device)
+        return memory
+
+    def _stream(self, name: str) -> Any:
+        """Asked for at every reduction: FSDP2 makes its streams at the first forward, and then once."""
+        stream = getattr(self._group.comm_ctx, name, None)
+        if stream is None:
+            raise UnknownFSDP(f"torch {torch.__version__}: FSDP2's communication context has no {name}")
+        return stream

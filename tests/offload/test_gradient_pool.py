@@ -1,0 +1,153 @@
+"""FSDP2 asks for the memory of its sharded gradients on compute's stream, reduces them as ever, and gets its own way
+back. On a CPU streams have names only: which one is current is seen, what they order is not (test_gradient_pool_gpu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from offbench.offload.fsdp import UnknownFSDP, param_groups
+from offbench.offload.gradient_pool import GradientPool
+from tests.ranks import on_ranks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+LAYERS, STEPS = 2, 3
+
+
+class Watched:
+    """Stands between a group and its reduce-scatter: on which stream memory is asked for, and results are made."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+        self.asked: list[Any] = []
+        self.reduced: list[Any] = []
+
+    def allocate(self, *size: Any, **how: Any) -> torch.Tensor:
+        self.asked.append(torch.cpu.current_stream())
+        memory: torch.Tensor = self.own.allocate(*size, **how)
+        return memory
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.reduced.append(torch.cpu.current_stream())
+        return self.own(*args, **kwargs)
+
+
+def sharded(reduce: torch.dtype = FP32, mesh_shape: Sequence[int] | None = None) -> nn.ModuleList:
+    torch.manual_seed(5)
+    model = nn.ModuleList([nn.Linear(6, 6) for _ in range(LAYERS)])
+    shape = mesh_shape or (dist.get_world_size(),)
+    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for layer in model:
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
+    return model
+
+
+def train(model: nn.ModuleList, accumulate: int = 1) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for micro in range(accumulate):
+            torch.manual_seed(100 * step + 10 * micro + dist.get_rank())
+            x = torch.randn(3, 6)
+            for layer in model:
+                x = torch.tanh(layer(x))
+            x.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.to_local().detach().clone() for p in model.parameters()]
+
+
+def course(rank: int, reduce: torch.dtype, accumulate: int, mesh_shape: Sequence[int] | None) -> tuple[Any, ...]:
+    expected = train(sharded(reduce, mesh_shape), accumulate)
+    model = sharded(reduce, mesh_shape)
+    pool = GradientPool(model)
+    found = train(model, accumulate)
+    made, groups = pool.made, pool.groups
+    pool.restore()
+    again = train(model, accumulate), pool.made
+    equal = all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    return equal, made, groups, again[1], [type(g._reduce_scatter_comm).__name__ for g in param_groups(model)]
+
+
+@pytest.mark.parametrize(
+    ("world", "mesh_shape"), [(1, None), (2, None), (2, (2, 1))], ids=["one rank", "two ranks", "replicated"]
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("reduce", [FP32, BF16])
+def test_the_same_bits(world: int, mesh_shape: Sequence[int] | None, accumulate: int, reduce: torch.dtype) -> None:
+    for equal, made, groups, after, own in on_ranks(world, course, reduce, accumulate, mesh_shape):
+        assert equal
+        assert groups == LAYERS
+        assert made == LAYERS * STEPS * accumulate, "every reduction of every backward"
+        assert after == 0, "restored: nothing is counted any more"
+        assert own == ["DefaultReduceScatter"] * LAYERS
+
+
+def streams(rank: int) -> list[tuple[list[bool], list[bool]]]:
+    """By group: whether each allocation and each reduction ran on compute's stream, with the pool."""
+    model = sharded()
+    pool = GradientPool(model)
+    watched = []
+    for group in param_groups(model):
+        comm: Any = group._reduce_scatter_comm
+        comm._own = Watched(comm._own)
+        watched.append(comm._own)
+    compute = torch.cpu.current_stream()
+    train(model)
+    assert pool.made
+    return [([s == compute for s in one.asked], [s == compute for s in one.reduced]) for one in watched]
+
+
+def stock_streams(rank: int) -> list[tuple[list[bool], list[bool]]]:
+    model = sharded()
+    watched = []
+    for group in param_groups(model):
+        group._reduce_scatter_comm = Watched(group._reduce_scatter_comm)
+        watched.append(group._reduce_scatter_comm)
+    compute = torch.cpu.current_stream()
+    train(model)
+    return [([s == compute for s in one.asked], [s == compute for s in one.reduced]) for one in watched]
+
+
+def test_results_are_asked_for_on_compute_and_reduced_where_fsdp_reduces() -> None:
+    for stock, pooled in zip(on_ranks(2, stock_streams), on_ranks(2, streams), strict=True):
+        for asked, reduced in stock:
+            assert asked == [True, False] * STEPS, "FSDP2's own way: the input on compute, the result is not"
+            assert reduced == [False] * STEPS
+        for asked, reduced in pooled:
+            assert asked == [True, True] * STEPS
+            assert reduced == [False] * STEPS
+
+
+def foreign(rank: int) -> tuple[int, int, bool, str]:
+    model = sharded()
+    first, second = param_groups(model)
+    theirs = Watched(first._reduce_scatter_comm)
+    first._reduce_scatter_comm = theirs
+    pool = GradientPool(model)
+    train(model)
+    groups, made = pool.groups, pool.made
+    second._reduce_scatter_comm = theirs  # replaced by somebody while ours was there
+    pool.restore()
+    kept = first._reduce_scatter_comm is theirs and second._reduce_scatter_comm is theirs
+    del second._reduce_scatter_comm
+    first._reduce_scatter_comm = theirs.own
+    try:
+        GradientPool(model)
+    except UnknownFSDP as error:
+        return groups, made, kept and first._reduce_scatter_comm is theirs.own, str(error)
+    return groups, made, kept, "no error"
+
+
+def test_others_collectives_are_left_alone_and_a_missing_part_is_said() -> None:
+    for groups, made, kept, text in on_ranks(2, foreign):
+        assert (groups, made) == (1, STEPS)
+        assert kept
+        assert text == f"torch {torch.__version__}: FSDPParamGroup has no _reduce_scatter_comm"
