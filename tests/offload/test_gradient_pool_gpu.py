@@ -33,9 +33,12 @@ def model_of(device: torch.device, width: int) -> nn.ModuleList:
     return model
 
 
-def forward(model: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+def forward(model: nn.ModuleList, x: torch.Tensor, hook: Callable[[Any], None] | None = None) -> torch.Tensor:
+    """hook: called in the backward, before each layer's."""
     for layer in model:
         x = torch.tanh(layer(x))
+        if hook is not None:
+            x.register_hook(hook)
     return x.square().mean()
 
 
@@ -91,10 +94,10 @@ class Late:
         return self._own(*args, **kwargs)
 
 
-def scribble(device: torch.device, nbytes: int) -> Callable[..., None]:
+def scribble(device: torch.device, nbytes: int) -> Callable[[Any], None]:
     """Whatever is free and as large as a gradient's memory is overwritten by compute, as an activation would."""
 
-    def hook(*_: Any) -> None:
+    def hook(_: Any) -> None:
         torch.empty(nbytes // 4, dtype=torch.float32, device=device).fill_(float("nan"))
 
     return hook
@@ -109,11 +112,9 @@ def accumulated(device: torch.device, pooled: bool) -> list[torch.Tensor]:
         cycles = LONG if device.type == "cuda" else 0
         group._reduce_scatter_comm = Late(group._reduce_scatter_comm, cycles)
     hook = scribble(device, width * width * 4 // WORLD)
-    for layer in model:
-        layer.register_full_backward_pre_hook(hook)
     for micro in range(3):
         generator = torch.Generator(device).manual_seed(micro)
-        forward(model, torch.randn(4, width, device=device, generator=generator)).backward()
+        forward(model, torch.randn(4, width, device=device, generator=generator), hook).backward()
     if pool is not None:
         assert pool.made == 3 * LAYERS
     return [p.grad.to_local().cpu() for p in model.parameters()]
