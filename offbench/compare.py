@@ -89,8 +89,8 @@ class Row:
     rss_bytes: int | None = None
     small_copies: SmallCopies | None = None
     """The largest figures of any launch."""
-    auto_budget_bytes: int | None = None
-    """What --state-budget auto came to."""
+    auto_budget_bytes: tuple[int, int] | None = None
+    """What --state-budget auto came to: the least and the most of any launch."""
     ranks_remote: int | None = None
     """Ranks with 1 % or more of their pinned memory on another socket than their GPU; the most of any launch. None
     where some rank does not know."""
@@ -200,17 +200,17 @@ def _by_row(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
 def _row(records: Sequence[RunRecord]) -> Row:
     """Statistics over the launches that count; a row of failures alone has no figures."""
     good, spec = [record for record in records if record.status == "ok"], records[0].spec
-    auto_budget = largest(record.state_budget_bytes for record in good)
+    auto_budgets = [record.state_budget_bytes for record in good if record.state_budget_bytes is not None]
     remote = [found for record in good if (found := ranks_remote(record)) is not None]
     counts = {status: sum(r.status == status for r in records) for status in dict.fromkeys(r.status for r in records)}
     status = next(iter(counts)) if len(counts) == 1 else ", ".join(f"{n} {name}" for name, n in counts.items())
     return Row(
         arm=spec.arm.name,
         label=records[0].label,
-        axes=axes(spec, records[0].host.numa, auto_budget),
+        axes=axes(spec, records[0].host.numa, auto_budgets),
         activation_offload=spec.workload.activation_offload,
         spec=spec,
-        auto_budget_bytes=auto_budget,
+        auto_budget_bytes=(min(auto_budgets), max(auto_budgets)) if auto_budgets else None,
         launches=len(good),
         status=status,
         tok_s=_spread(record.tok_s for record in good),

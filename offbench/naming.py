@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from offbench.arms import ARMS
@@ -10,10 +11,10 @@ from offbench.units import gib, show_size
 from offbench.workload.presets import PRESETS
 
 
-def axes(spec: RunSpec, numa: str | None = None, auto_budget: int | None = None) -> str:
+def axes(spec: RunSpec, numa: str | None = None, auto_budgets: Sequence[int] = ()) -> str:
     """What sets this row apart from its arm's defaults on stock FSDP2; `numa` is what the worker did about --numa,
-    `auto_budget` the bytes that it made of --state-budget auto. Small copies made by kernels are said although that is
-    the command line's default, since rows without them stand in the same tables."""
+    `auto_budgets` the bytes that each launch made of --state-budget auto. Small copies made by kernels are said
+    although that is the command line's default, since rows without them stand in the same tables."""
     arm, usual = spec.arm, ARMS[spec.arm.name].defaults if spec.arm.name in ARMS else {}
     shape = PRESETS.get(spec.workload.model)
     parts = []
@@ -35,7 +36,8 @@ def axes(spec: RunSpec, numa: str | None = None, auto_budget: int | None = None)
     if arm.chunk_bytes is not None and arm.chunk_bytes != (shape.chunk_bytes if shape else None):
         parts.append(f"chunk {show_size(arm.chunk_bytes)}")
     if arm.state_budget:
-        found = "" if auto_budget is None else f" = {gib(auto_budget)} GiB"
+        ends = list(dict.fromkeys(gib(pick(auto_budgets)) for pick in (min, max))) if auto_budgets else []
+        found = f" = {' to '.join(ends)} GiB" if ends else ""
         parts.append("state budget " + (f"auto{found}" if arm.state_budget == "auto" else show_size(arm.state_budget)))
     for name, size in (("staging", arm.staging_bytes), ("at loss", arm.loss_bytes)):
         if size is not None:

@@ -202,6 +202,7 @@ def figures(row: Row) -> dict[str, Any]:
         return {name: spread.median if spread else None, f"{name}_min": low, f"{name}_max": high}
 
     budget = row.spec.arm.state_budget
+    least, most = row.auto_budget_bytes or (None, None)
     return {
         "arm": row.arm,
         "label": row.label,
@@ -216,7 +217,8 @@ def figures(row: Row) -> dict[str, Any]:
         "chunk_bytes": row.spec.arm.chunk_bytes,
         "pieces": row.spec.arm.pieces,
         "slots": row.spec.arm.slots,
-        "state_budget_bytes": row.auto_budget_bytes if budget == "auto" else budget,
+        "state_budget_bytes": most if budget == "auto" else budget,
+        "state_budget_bytes_min": least if budget == "auto" else budget,
         "staging_bytes": row.spec.arm.staging_bytes,
         "loss_bytes": row.spec.arm.loss_bytes,
         "lead": row.spec.arm.lead,

@@ -15,6 +15,7 @@ from tests.test_hiding_copies import NOTES, ROOT, of, phases, same, table
 from tests.test_hiding_copies_streams import Copy
 
 PROSE = " ".join(NOTES.split())
+GUIDE = " ".join((ROOT / "docs" / "using-the-optimizer.md").read_text().split())
 PAIRS = of("table-emulated")
 NONES = [r for r in PAIRS if r.spec.arm.name == "none"]
 SMALL, AUTO = (
@@ -53,6 +54,8 @@ def test_five_pairs_on_the_emulated_link() -> None:
     low, high = ((x - 1) * 100 for x in auto.x_none_interval or (1, 1))
     words = f"costs {100 * ((auto.x_none or 1) - 1):.1f} %** ({low:.1f} to {high:.1f}) of a step"
     assert words in PROSE
+    low, high = auto.x_none_interval or (1, 1)
+    assert f"a later one took {auto.x_none:.3f} times as long ({low:.3f} to {high:.3f}, [five pairs]" in GUIDE
     less = [(none.steady_peak_bytes or 0) - (auto.steady_peak_bytes or 0)]
     less += [(none.conditions.device_used_bytes or 0) - (auto.conditions.device_used_bytes or 0)]
     assert "with {:.1f} GiB less allocated than `none` and {:.1f} GiB less".format(*(x / GIB for x in less)) in PROSE
@@ -206,7 +209,6 @@ def test_what_is_reserved_is_never_needed_at_a_time() -> None:
     (reserved,) = {p["reserved_gib"] for p in peaks}
     most_ever = max(p["peak_gib"] for p in peaks)
     assert f"{reserved:.1f} GiB in the step below, of which never more than {most_ever:.1f} are allocated" in PROSE
-    guide = " ".join((ROOT / "docs" / "using-the-optimizer.md").read_text().split())
-    assert f"({reserved - most_ever:.0f} GiB more in one measured step" in guide
+    assert f"({reserved - most_ever:.0f} GiB more in one measured step" in GUIDE
     (none,) = {f"{r.peak.steady_reserved_bytes / GIB:.1f}" for r in NONES}
     assert f"that of `none` from {none} to between" in PROSE

@@ -492,8 +492,9 @@ def test_a_row_says_what_an_automatic_budget_came_to() -> None:
     of = chosen("stream", state_budget="auto")
     launches = [record(of, launch=n, state_budget_bytes=nbytes) for n, nbytes in ((1, 3 * GIB), (2, 4 * GIB))]
     (row,) = compare(launches)[0].rows
-    assert "state budget auto = 4.0 GiB" in row.axes
-    assert figures(row)["state_budget_bytes"] == 4 * GIB
+    assert "state budget auto = 3.0 to 4.0 GiB" in row.axes
+    found = figures(row)
+    assert (found["state_budget_bytes_min"], found["state_budget_bytes"]) == (3 * GIB, 4 * GIB)
     (failed,) = compare([record(of, status="oom")])[0].rows
     assert figures(failed)["state_budget_bytes"] is None
 

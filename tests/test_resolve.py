@@ -184,7 +184,8 @@ def test_an_automatic_budget_has_a_name_of_its_own_and_needs_no_long_warm_up_wit
     (none,) = resolve(Options(arm=("stream",), warmup=1), host()).specs
     assert auto.arm.state_budget == "auto"
     assert auto.run_id != none.run_id
-    assert (axes(auto), axes(auto, auto_budget=3 * GIB)) == ("state budget auto", "state budget auto = 3.0 GiB")
+    said = [axes(auto, auto_budgets=[int(gib * GIB) for gib in found]) for found in ((), (3, 3.01), (4, 3, 3.5))]
+    assert said == [f"state budget auto{found}" for found in ("", " = 3.0 GiB", " = 3.0 to 4.0 GiB")]
 
 
 def test_broadcasts_make_the_default_window_a_whole_number_of_periods() -> None:
