@@ -26,6 +26,7 @@ from offbench.offload import OffloadedAdamW, meanwhile
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.engine import Engine
 from offbench.offload.flow import FlowEngine
+from offbench.offload.gradient_pool import GradientPool
 from offbench.offload.schedule import Schedule
 from offbench.offload.streams import Why
 from offbench.verify import cases as matrix
@@ -57,6 +58,7 @@ def test_each_condition_occurs_and_names_are_unique(jobs: list[Case]) -> None:
     assert {c.ep for c in possible if c.broadcast} == {1, 2}
     assert {c.implementation for c in possible} == {"fused", "foreach"}
     assert {c.world for c in possible if c.waits} >= {1, 2}
+    assert {c.world for c in possible if c.pool} >= {1, 2}
     assert len({c.name for c in jobs}) == len(jobs)
 
 
@@ -315,6 +317,34 @@ def test_a_wait_lost_only_while_the_host_waits_is_found(
     assert {cell["verdict"] for cell in cells if cell["case"] == Case(1).job} == {"pass"}
     waiting = {(cell["arm"], cell["verdict"]) for cell in cells if cell["case"] == Case(1, waits=True).job}
     assert waiting == {("none", "pass"), (arm, "FAIL")}
+
+
+def made_in_the_pool(rank: int) -> tuple[list[int], list[int]]:
+    """Gradients made in compute's pool, by run: of torch's AdamW, and of two arms."""
+    pools: list[GradientPool] = []
+
+    class Noted(GradientPool):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__(model)
+            pools.append(self)
+
+    trial.GradientPool = Noted  # type: ignore[misc]
+    found = [], []
+    for case in [case for case in cases(2, quick=True) if case.pool]:
+        one = Trial(case, rank, torch.device("cpu"))
+        expected = one.reference()
+        found[0].extend(pool.made for pool in pools)
+        for variant in variants(["none", "overlap"]):
+            assert one.differs(expected, variant, PLAIN) is None
+    found[1].extend(pool.made for pool in pools)
+    return found
+
+
+def test_the_case_with_a_gradient_pool_compares_arms_with_it_to_torch_without_it() -> None:
+    groups = SMALL_MODELS.blocks + 1
+    for reference, arms_of in on_ranks(2, made_in_the_pool):
+        assert reference == []
+        assert arms_of == [groups * 4 * matrix.STEPS] * 3, "none, overlap and its other variant"
 
 
 def queued_in_waits(rank: int, world: int, kind: str, folder: str) -> None:

@@ -64,6 +64,8 @@ class Case:
     """Right after every BROADCAST_EVERY-th step() a replica gets the weights, as deltas after the first time."""
     waits: bool = False
     """Of the dense model: the forward holds the host in every block, and updates are queued meanwhile."""
+    pool: bool = False
+    """The arms' gradients are made in compute's pool; those of torch's AdamW are not."""
     size: Size = SMALL_MODELS
 
     @property
@@ -84,6 +86,8 @@ class Case:
             parts.append("broadcast")
         if self.waits:
             parts.append("waits")
+        if self.pool:
+            parts.append("gradient pool")
         if self.implementation != "fused":
             parts.append(self.implementation)
         return ", ".join(parts)
@@ -178,12 +182,20 @@ def _cases(world: int, quick: bool) -> list[Case]:
             found.append(Case(world, model, ep, dtype, clip, accumulation, resume))  # type: ignore[arg-type]
     found += [Case(world, "moe"), Case(world, implementation="foreach")]
     found += [Case(world, waits=True), Case(world, broadcast=True)]
-    return [*found, *(Case(world, "moe", 2, resume=r, broadcast=True) for r in (False, True) if world % 2 == 0)]
+    found += [Case(world, "moe", 2, resume=r, broadcast=True) for r in (False, True) if world % 2 == 0]
+    return [*found, Case(world, accumulation=4, pool=True)]
 
 
 _EP: dict[str, object] = {"model": "moe", "ep": 2}
 _QUICK: dict[int, list[dict[str, object]]] = {
-    1: [{}, {"model": "moe", "clip": False, "accumulation": 4}, {"resume": True}, {"waits": True}, _EP],
+    1: [
+        {},
+        {"model": "moe", "clip": False, "accumulation": 4},
+        {"resume": True},
+        {"waits": True},
+        _EP,
+        {"accumulation": 4, "pool": True},
+    ],
     2: [
         {},
         {"clip": False, "accumulation": 4},
@@ -194,6 +206,7 @@ _QUICK: dict[int, list[dict[str, object]]] = {
         {"waits": True},
         {"broadcast": True},
         _EP | {"broadcast": True},
+        {"accumulation": 4, "pool": True},
     ],
     4: [{"resume": True}, _EP],
 }

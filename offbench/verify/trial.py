@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialStreams
+from offbench.offload.gradient_pool import GradientPool
 from offbench.offload.streams import DeviceStreams, Streams, Why
 from offbench.verify.cases import BROADCAST_EVERY, RESUME_AT, STEPS, Case, Pace, Variant
 from offbench.verify.trainees import Trainee, build, forget
@@ -82,6 +83,8 @@ class Trial:
 
         def make(model: nn.Module, options: Mapping[str, Any]) -> torch.optim.Optimizer:
             used.append(self._streams(pace))
+            if self.case.pool:
+                GradientPool(model)
             return OffloadedAdamW(
                 model.parameters(),
                 **options,
