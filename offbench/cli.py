@@ -78,7 +78,13 @@ def offbench(
 @app.command()
 def run(
     *,
-    arm: Annotated[list[str] | None, typer.Option(help="Arm to run; repeatable; see `offbench arms`.")] = None,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Arm to run, with options of its own if need be: 'stream --state-budget auto'; repeatable; see "
+            "`offbench arms`."
+        ),
+    ] = None,
     table: Annotated[
         str | None, typer.Option(help="Run a fixed set of arms: seed (the rows of prime-rl#4427).")
     ] = None,

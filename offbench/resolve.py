@@ -16,7 +16,7 @@ from offbench.errors import UsageError
 from offbench.hardware import Hardware
 from offbench.options import Options, build, one_of
 from offbench.resolve_arms import arms_of
-from offbench.units import count, gib, parse_rate, parse_size
+from offbench.units import count, gib, parse_rate, show_size
 from offbench.workload import presets
 from offbench.workload.presets import ModelShape
 from offbench.workload.rules import check
@@ -54,6 +54,7 @@ def resolve(options: Options, hardware: Hardware) -> Resolved:
     ]
     for spec in specs:
         check(spec, shape)
+        _check_memory_limit(spec, hardware)
         _check_in_place(spec)
         _check_auto(spec)
     notes += _about_mode(options, hardware, mode, shape)
@@ -93,8 +94,6 @@ def _mode(options: Options, hardware: Hardware, device: Literal["cuda", "cpu"], 
     link = None if options.emulate_link is None else parse_rate("--emulate-link", options.emulate_link)
     if link is not None and device == "cpu":
         raise UsageError("--emulate-link: there is no link to a GPU on --device cpu; leave it out")
-    if options.memory_limit is not None:
-        _check_memory_limit(options.memory_limit, device, hardware)
     return build(Mode, kind=kind, device=device, world=world, nproc=nproc, emulate_link=link)
 
 
@@ -143,13 +142,15 @@ def _workload(options: Options, device: str, shape: ModelShape, mode: Mode) -> W
     return workload
 
 
-def _check_memory_limit(text: str, device: str, hardware: Hardware) -> None:
+def _check_memory_limit(spec: RunSpec, hardware: Hardware) -> None:
     """A limit must be one."""
-    limit = parse_size("--memory-limit", text)
-    if device == "cpu":
+    limit = spec.arm.memory_limit
+    if limit is None:
+        return
+    if spec.mode.device == "cpu":
         raise UsageError("--memory-limit: there is no GPU memory to limit on --device cpu; leave it out")
     if hardware.gpu_bytes is not None and limit > hardware.gpu_bytes:
-        raise UsageError(f"--memory-limit {text}: the GPU has {gib(hardware.gpu_bytes)} GiB; use less")
+        raise UsageError(f"--memory-limit {show_size(limit)}: the GPU has {gib(hardware.gpu_bytes)} GiB; use less")
 
 
 def _window(options: Options) -> Window:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from offbench import arms, seed
+from offbench.arm_line import ArmLine, parse
 from offbench.config import ArmSpec
 from offbench.errors import UsageError
 from offbench.options import Options, build, flag_of, one_of
@@ -18,50 +19,71 @@ def arms_of(options: Options, shape: ModelShape, device: Literal["cuda", "cpu"])
     On a GPU small copies are made by kernels unless told otherwise: that costs `none` nothing
     (results/h200-all-arms.md), and all others wait less. A CPU has no copy engine to wait for, so nothing is replaced.
     """
-    knobs: dict[str, Any] = {
-        "state_budget": _budget(options.state_budget),
-        "pieces": options.pieces,
-        "slots": options.slots,
-        "staging_bytes": None if options.staging is None else parse_size("--staging", options.staging),
-        "loss_bytes": None if options.at_loss is None else parse_size("--at-loss", options.at_loss),
-        "lead": options.lead,
-        "ahead": options.ahead,
-        "first_step": options.first_step,
-    }
-    chunk = None if options.chunk is None else parse_size("--chunk", options.chunk)
-    if chunk is not None and chunk < 4096:
-        raise UsageError(f"--chunk {options.chunk}: the smallest chunk is 4KiB")
-    limit = None if options.memory_limit is None else parse_size("--memory-limit", options.memory_limit)
-    usual = ("kernel", "kernel") if device == "cuda" else ("stock", "copy")
-    fsdp_copies = usual[0] if options.fsdp_copies is None else options.fsdp_copies
-    readbacks = usual[1] if options.readbacks is None else options.readbacks
-    one_of("--fsdp-copies", fsdp_copies, ("stock", "kernel"))
-    one_of("--readbacks", readbacks, ("copy", "kernel"))
-    gradient_pool = "stock" if options.gradient_pool is None else options.gradient_pool
-    one_of("--gradient-pool", gradient_pool, ("stock", "compute"))
-    one_of("--first-step", options.first_step or "bounded", ("bounded", "whole"))
+    shared = _knobs(options)
+    _axes(options, device)
     if options.table is not None:
-        return _table(options, chunk or shape.chunk_bytes)
-    found = [arms.find(name) for name in options.arm or arms.DEFAULT_ARMS]
-    for key, value in (("chunk_bytes", chunk), *knobs.items()):
-        if value is not None and not any(key in arm.defaults for arm, _ in found):
-            raise UsageError(f"{flag_of(key)}: no chosen arm uses it ({', '.join(arm.name for arm, _ in found)})")
-    specs = [
-        build(
-            arm.resolve,
-            numa=numa or options.numa,
-            fsdp_copies=fsdp_copies,
-            readbacks=readbacks,
-            gradient_pool=gradient_pool,
-            memory_limit=limit,
-            chunk_bytes=chunk or shape.chunk_bytes,
-            **knobs,
-        )
-        for arm, numa in found
-    ]
-    if not options.arm:
-        specs = list(dict.fromkeys(specs))  # --numa makes two of the default arms equal
-    return [(spec, options.activation_offload) for spec in specs]
+        return _table(options, shared["chunk_bytes"] or shape.chunk_bytes)
+    lines = [parse(text, options) for text in options.arm or arms.DEFAULT_ARMS]
+    chosen = ", ".join(line.arm.name for line in lines)
+    for key, value in shared.items():
+        if value is not None and not any(key in line.arm.defaults for line in lines):
+            raise UsageError(f"{flag_of(key)}: no chosen arm uses it ({chosen})")
+    found = [(_spec(line, shape, device), line.options.activation_offload) for line in lines]
+    return found if options.arm else list(dict.fromkeys(found))  # --numa makes two of the default arms equal
+
+
+def _spec(line: ArmLine, shape: ModelShape, device: Literal["cuda", "cpu"]) -> ArmSpec:
+    knobs = _knobs(line.options)
+    for key, value in knobs.items():
+        if value is not None and key not in line.arm.defaults and _FIELDS[key] in line.own:
+            raise UsageError(f"{flag_of(key)}: arm {line.arm.name} does not use it")
+    return build(
+        line.arm.resolve,
+        numa=line.options.numa,
+        **_axes(line.options, device),
+        **knobs | {"chunk_bytes": knobs["chunk_bytes"] or shape.chunk_bytes},
+    )
+
+
+_FIELDS = {
+    "chunk_bytes": "chunk",
+    "state_budget": "state_budget",
+    "pieces": "pieces",
+    "slots": "slots",
+    "staging_bytes": "staging",
+    "loss_bytes": "at_loss",
+    "lead": "lead",
+    "ahead": "ahead",
+    "first_step": "first_step",
+}
+"""Fields of ArmSpec that some arms use, and the options that set them."""
+
+
+def _knobs(options: Options) -> dict[str, Any]:
+    """What only some arms use, by field of ArmSpec; None: not given."""
+    found = {field: getattr(options, name) for field, name in _FIELDS.items()}
+    found["state_budget"] = _budget(options.state_budget)
+    for key in ("staging_bytes", "loss_bytes", "chunk_bytes"):
+        found[key] = None if found[key] is None else parse_size(flag_of(key), found[key])
+    if found["chunk_bytes"] is not None and found["chunk_bytes"] < 4096:
+        raise UsageError(f"--chunk {options.chunk}: the smallest chunk is 4KiB")
+    one_of("--first-step", options.first_step or "bounded", ("bounded", "whole"))
+    return found
+
+
+def _axes(options: Options, device: Literal["cuda", "cpu"]) -> dict[str, Any]:
+    """What every arm has, by field of ArmSpec."""
+    usual = ("kernel", "kernel") if device == "cuda" else ("stock", "copy")
+    found = {
+        "fsdp_copies": usual[0] if options.fsdp_copies is None else options.fsdp_copies,
+        "readbacks": usual[1] if options.readbacks is None else options.readbacks,
+        "gradient_pool": "stock" if options.gradient_pool is None else options.gradient_pool,
+    }
+    one_of("--fsdp-copies", found["fsdp_copies"], ("stock", "kernel"))
+    one_of("--readbacks", found["readbacks"], ("copy", "kernel"))
+    one_of("--gradient-pool", found["gradient_pool"], ("stock", "compute"))
+    limit = None if options.memory_limit is None else parse_size("--memory-limit", options.memory_limit)
+    return {**found, "memory_limit": limit}
 
 
 def _budget(text: str | None) -> int | str | None:

@@ -49,6 +49,8 @@ def next_step(row: Row, numa_nodes: int = 1) -> str:
         return "Add --arm none to see what it costs."
     if not row.same and row.x_none < 1 - HIDDEN:
         return "Faster than none: noise, or none is short of memory; repeat both with --launches 3."
+    if row.same and row.x_none - 1 > HIDDEN:
+        return "That is less than launches of one arm differ by; repeat both with more --launches."
     if row.same or row.x_none - 1 <= HIDDEN:
         if row.arm == "zerocopy":
             return "Nothing is exposed, and nothing is staged."

@@ -586,6 +586,11 @@ def test_small_copies_get_out_of_the_way_before_more_memory_is_spent(of: RunSpec
             1,
             "Nothing is exposed; fewer --slots would hold less memory.",
         ),
+        (
+            [record(spec("overlap"), 2.8), record(spec(), 2.0), record(spec(), 3.0, launch=2)],
+            1,
+            "That is less than launches of one arm differ by; repeat both with more --launches.",
+        ),
         ([record(spec("main"), 2.0), record(spec())], 1, "Nothing is exposed; --arm chunked would hold less memory."),
         (
             [record(spec("overlap"), 1.5), record(spec())],
