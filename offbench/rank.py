@@ -201,6 +201,7 @@ def train(
     """Warm-up and window. The GPU's condition is read under load, in the last warm-up step."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     gc.disable()
+    loss = job.model.norm.register_forward_pre_hook(lambda *_: recorder.loss_begins())
 
     def under_load() -> None:
         if (bus_id := job_bus_id(env)) is not None:
@@ -219,6 +220,7 @@ def train(
         seconds = recorder.finished_step_s()
         done, of = (step + 1, recorder.warmup) if phase == "warmup" else (step + 1 - recorder.warmup, recorder.steps)
         progress.enter(phase, done, of, job.spec.tokens_per_step / seconds if seconds else None)
+    loss.remove()
 
 
 def watch(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device) -> tuple[HostLead | None, SmallCopies]:

@@ -29,6 +29,8 @@ class Phases(Row):
     """Mean seconds of the window, on the compute stream, max over ranks."""
 
     forward: float | None = None
+    loss: float | None = None
+    """Of the forward: final norm, head and loss, before which all state must have come in."""
     backward: float | None = None
     clip: float | None = None
     step: float | None = None

@@ -79,6 +79,8 @@ class WindowRecorder:
         self._reported: tuple[bool, ...] = ()
         self._boundaries: list[Stamp] = []
         self._marks: list[list[tuple[PhaseName, Stamp]]] = []
+        self._losses: list[tuple[int, Stamp]] = []
+        """When the last part of a forward began: the step, from 0, and the stamp."""
         self._host_in_step_s: list[float] = []
         self._scalars: list[Scalars] = []
         self._first_peaks: dict[str, int | None] = {}
@@ -124,6 +126,10 @@ class WindowRecorder:
     def mark(self, phase: PhaseName) -> None:
         """End `phase`: what the compute stream did since the last mark, or since the boundary, belongs to it."""
         self._marks[-1].append((phase, self.device.stamp()))
+
+    def loss_begins(self) -> None:
+        """Behind the last layer, before the head: what follows up to mark("forward") is told on its own, too."""
+        self._losses.append((len(self._marks) - 1, self.device.stamp()))
 
     def report(self, loss: Tensor, grad_norm: Tensor | None, clip_factor: Tensor | None) -> None:
         """Queue the step's scalars (one-element tensors on the device) for `end` to read.
@@ -202,7 +208,14 @@ class WindowRecorder:
             for phase, stamp in self._marks[step]:
                 total[phase] += self.device.seconds(before, stamp)
                 before = stamp
-        return {phase: seconds / self.steps for phase, seconds in total.items()}
+        return {phase: seconds / self.steps for phase, seconds in (total | self._loss()).items()}
+
+    def _loss(self) -> dict[str, float]:
+        """All of it in the window, where every forward told when it began; it is a part of the forward."""
+        ends, begins = self.phase_ends("forward"), [stamp for step, stamp in self._losses if step >= self.warmup]
+        if not begins or len(begins) != len(ends):
+            return {}
+        return {"loss": sum(self.device.seconds(one, other) for one, other in zip(begins, ends, strict=True))}
 
 
 @dataclass(frozen=True)

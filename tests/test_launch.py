@@ -79,6 +79,7 @@ def test_every_check_of_a_launch_holds(records: dict[str, Record]) -> None:
         assert record["env"]["affinity_joined"] == record["env"]["affinity_after"] == record["env"]["affinity"]
         assert not any("rank" in warning for warning in record["warnings"])
         assert len(record["steps"]) == 2
+        assert 0 < record["phases_s"]["loss"] < record["phases_s"]["forward"]
         (first,) = record["warmup_steps"]
         assert first["step_s"] is None
         assert 0 < first["loss"] != record["steps"][0]["loss"], "another batch"

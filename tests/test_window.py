@@ -107,6 +107,31 @@ def test_phases_add_up_over_micro_batches() -> None:
     assert 0 < result.host_in_step_s < 0.1
 
 
+@pytest.mark.parametrize("silent", [None, 0, 2])
+def test_what_the_forwards_end_with_is_told_where_every_one_of_the_window_does(silent: int | None) -> None:
+    """One step of warm-up, two that count, two passes each; in the passes of one of them it may be left out."""
+    device = ScriptedDevice()
+    recorder = WindowRecorder(device, warmup=1, steps=2)
+    for step, seconds in enumerate((100.0, 1.0, 3.0)):
+        recorder.begin()
+        for micro in range(2):
+            device.now += 7.0
+            if step != silent or micro == 0:
+                recorder.loss_begins()
+            device.now += seconds
+            recorder.mark("forward")
+            device.now += 9.0
+            recorder.mark("backward")
+        recorder.report(torch.tensor(1.0), None, None)
+        with recorder.optimizer_step():
+            pass
+        recorder.end()
+    recorder.close(lambda: None)
+    found = recorder.result().phase_s
+    assert found["forward"] == pytest.approx(2 * (7 + 2))
+    assert found.get("loss") == (None if silent == 2 else pytest.approx(2 * 2.0))
+
+
 def test_peaks_are_of_the_first_step_and_of_the_window_alone() -> None:
     device, result = scripted_run()
     assert result.peak.first_step_allocated_bytes == 1000

@@ -148,18 +148,23 @@ def told(record: RunRecord, name: str, default: int) -> int:
 
 def compute_of_records(rows: Sequence[RunRecord]) -> Compute:
     """Median phases of `none` rows of one workload. Of accumulated passes all but the first forward count as backward:
-    updates run before the first. Head and loss have their share of FLOPs; none where the model is not one of ours."""
+    updates run before the first. Head and loss have what was measured, in older records their share of FLOPs; none
+    where the model is not one of ours."""
 
     def median(phase: str) -> float:
         return statistics.median(getattr(row.phases_s, phase) or 0.0 for row in rows)
 
     forward = median("forward") / told(rows[0], "grad_accum", rows[0].spec.workload.grad_accum)
     backward = median("backward") + median("forward") - forward
-    return Compute(forward, backward, median("step"), median("clip")).with_loss(loss_share(rows[0]))
+    share = statistics.median(loss_share(row) for row in rows)
+    return Compute(forward, backward, median("step"), median("clip")).with_loss(share)
 
 
 def loss_share(record: RunRecord) -> float:
-    """Part of the forward that head and loss take; 0 where the model is not one of ours."""
+    """Part of the forward that head and loss take, as measured, or by FLOPs; 0 where the model is not one of ours."""
+    phases = record.phases_s
+    if phases.forward and phases.loss is not None:
+        return min(1.0, phases.loss / phases.forward)
     w = record.spec.workload
     if record.job is not None or w.model not in presets.PRESETS:
         return 0.0

@@ -337,6 +337,40 @@ def test_accumulated_forwards_but_the_first_count_as_backward() -> None:
     assert found.total == pytest.approx(compute_of_records([none]).total)
 
 
+def test_head_and_loss_take_what_was_measured_or_their_share_of_flops() -> None:
+    none, *_ = NATIVE
+    assert none.phases_s.forward
+    by_flops = compute_of_records([none]).loss
+    assert none.phases_s.loss is None
+    assert 0.1 < by_flops / none.phases_s.forward < 0.2
+    rows = [
+        none.model_copy(update={"phases_s": none.phases_s.model_copy(update={"loss": share * none.phases_s.forward})})
+        for share in (0.05, 0.08, 0.4)
+    ]
+    assert compute_of_records(rows).loss == pytest.approx(0.08 * none.phases_s.forward)
+    assert compute_of_records([none, none, rows[0]]).loss == pytest.approx(by_flops)
+    theirs = rows[0].model_copy(update={"job": {"model": "mine"}})
+    assert compute_of_records([theirs]).loss == pytest.approx(0.05 * none.phases_s.forward)
+
+
+def test_what_no_block_of_none_took_is_less_than_the_share_of_flops() -> None:
+    """By the records whose blocks were timed."""
+    rest, flops = [], []
+    for file in sorted(RESULTS.glob("h200-*.jsonl")):
+        for record in read_records([file]).records:
+            if record.spec.arm.name != "none" or record.host_lead is None or record.phases_s.loss is not None:
+                continue
+            if record.phases_s.forward:
+                assert len(record.host_lead.forward_s) == record.spec.workload.layers
+                rest.append(record.phases_s.forward - sum(record.host_lead.forward_s))
+                flops.append(compute_of_records([record]).loss)
+    prose = " ".join((RESULTS.parent / "docs" / "plan.md").read_text().split())
+    words = f"by the {len(rest)} launches of `none` whose blocks were timed in one step, it is {min(rest):.3f} to"
+    assert f"{words} {max(rest):.3f} s." in prose
+    most = max(share - found for share, found in zip(flops, rest, strict=True))
+    assert f"ideals of such rows are up to {most:.3f} s too long" in prose
+
+
 def test_a_row_far_off_for_no_known_reason_says_so() -> None:
     chunked = next(r for r in NATIVE if r.spec.arm.name == "chunked")
     assert chunked.step_s is not None
