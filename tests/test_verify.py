@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +25,9 @@ from offbench.cli import main
 from offbench.errors import UsageError
 from offbench.offload import OffloadedAdamW, meanwhile
 from offbench.offload.adversary import AdversarialStreams
-from offbench.offload.engine import Engine
+from offbench.offload.engine import Engine, Work
 from offbench.offload.flow import FlowEngine
+from offbench.offload.flow_step import FlowStep
 from offbench.offload.gradient_pool import GradientPool
 from offbench.offload.schedule import Schedule
 from offbench.offload.streams import Why
@@ -319,6 +321,28 @@ def test_a_wait_lost_only_while_the_host_waits_is_found(
     assert waiting == {("none", "pass"), (arm, "FAIL")}
 
 
+def test_resident_state_that_is_not_updated_while_the_host_waits_is_found(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the case that keeps some and waits, and by no other."""
+    honest = FlowEngine._queue_kept
+
+    def lazy(self: FlowEngine, step: FlowStep, works: Sequence[Work], goes_on: bool = True) -> None:
+        if not goes_on:
+            for work in works:
+                work.run = lambda calls: None
+        honest(self, step, works, goes_on)
+
+    monkeypatch.setattr(FlowEngine, "_queue_kept", lazy)
+    cases = Case(1), Case(1, waits=True), Case(1, waits=True, kept=5)
+    only(monkeypatch, *cases)
+    assert main([*WORDS, "--nproc", "1", "--arm", "stream", "--format", "json"]) == 1
+    cells = json.loads(capfd.readouterr().out)["cells"]
+    assert [(cell["case"], cell["verdict"]) for cell in cells] == [
+        (case.job, "FAIL" if case.kept else "pass") for case in cases
+    ]
+
+
 def made_in_the_pool(rank: int) -> tuple[list[int], list[int]]:
     """Gradients made in compute's pool, by run: of torch's AdamW, and of two arms."""
     pools: list[GradientPool] = []
@@ -353,7 +377,7 @@ def queued_in_waits(rank: int, world: int, kind: str, folder: str) -> None:
     torch.set_num_threads(1)
     device = ranks._join(rank, ranks.Launch(world, 1, kind, (), (), quick=True), folder)
     jobs = cases(world, quick=True, size=LARGE_MODELS if kind == "cuda" else SMALL_MODELS)
-    ((row, case),) = [(row, case) for row, case in enumerate(jobs) if case.waits]
+    ((row, case),) = [(row, case) for row, case in enumerate(jobs) if case.waits and not case.kept]
     queued = [0]
 
     def count(engine: type[Engine]) -> None:
@@ -537,7 +561,7 @@ def test_parts_share_the_cases_and_neighbours_stay_together(
     assert [answer.case for answer in answers if answer.verdict != "started"] == [case.name for case in jobs]
     full = replace(launch, cases=tuple(cases(2, quick=False)), parts=4)
     many = [sum(c.accumulation for row, c in enumerate(full.cases) if full.part_of(row) == part) for part in range(4)]
-    assert max(many) - min(many) <= 2
+    assert max(many) - min(many) < 4, "less than a case with many backwards"
     first = [json.loads(line)[0] for line in (tmp_path / "0.0" / "0.jsonl").read_text().splitlines()]
     assert set(first) == {case.name for case in jobs[:2]}
 

@@ -30,6 +30,7 @@ from offbench.offload.hoststore import HostStore, require_room
 from offbench.offload.hyper import capture, refuse, refuse_options
 from offbench.offload.kernels import Implementation
 from offbench.offload.layout import local_of, moments_in
+from offbench.offload.lifetime import end, held
 from offbench.offload.misplaced import misplaced
 from offbench.offload.schedule import Schedule
 from offbench.offload.staged import Staged
@@ -166,18 +167,19 @@ class OffloadedAdamW(torch.optim.AdamW):
             assert self._model is not None
             # Of a parameter in pieces the last one, which is updated last.
             chunk_of = {m.parameter: update.chunk.index for update in self._updates for m in update.members}
+            alive = partial(held, weakref.ref(self))
             guard = fsdp.ReadGuard(
                 self._model,
                 chunk_of,
-                engine.before_read,
-                engine.drain,
+                alive(engine.before_read),
+                alive(engine.drain),
                 self._streams,
-                engine.before_backward,
-                engine.look_ahead,
-                engine.after_backward,
+                alive(engine.before_backward),
+                alive(engine.look_ahead),
+                alive(engine.after_backward),
             )
-            withdraw = meanwhile.offer(engine.queue_more)
-            self._finalizer = weakref.finalize(self, _end, engine, guard, withdraw)
+            withdraw = meanwhile.offer(alive(engine.queue_more))
+            self._finalizer = weakref.finalize(self, end, engine, guard, withdraw)
             self._finalizer.atexit = False
 
     @torch.no_grad()
@@ -358,11 +360,3 @@ class OffloadedAdamW(torch.optim.AdamW):
             "an OffloadedAdamW can be neither copied nor pickled: its moments are in pinned memory of this process; "
             "load its state_dict() into another one"
         )
-
-
-def _end(engine: Engine, guard: fsdp.ReadGuard, withdraw: Callable[[], None]) -> None:
-    withdraw()
-    try:
-        engine.drain()
-    finally:
-        guard.restore()

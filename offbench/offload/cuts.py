@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from offbench.offload.staged import Staged
+from offbench.offload.streams import trainable
 
 Moments = tuple[torch.Tensor, torch.Tensor]
 """exp_avg and exp_avg_sq of one parameter."""
@@ -39,8 +40,13 @@ class Cuts:
         if plans is None:
             return None
         found: list[torch.Tensor | None] = [None] * (2 * self._many)
-        for (_, part), (sizes, slots) in zip(state.parts, plans, strict=True):
-            for piece, slot in zip(part.view(self._dtype).split_with_sizes(sizes), slots, strict=True):
+        with trainable():  # they are kept: an evaluation may be the first to need them
+            pieces = [
+                part.view(self._dtype).split_with_sizes(sizes)
+                for (_, part), (sizes, _) in zip(state.parts, plans, strict=True)
+            ]
+        for of_part, (_, slots) in zip(pieces, plans, strict=True):
+            for piece, slot in zip(of_part, slots, strict=True):
                 if slot is not None:
                     found[slot] = piece
         whole = [piece for piece in found if piece is not None]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from offbench.errors import OffbenchError
 from offbench.offload import meanwhile
 from offbench.offload.chunks import Chunk
 from offbench.offload.copies import Copier, Direction, Ledger
@@ -71,6 +72,8 @@ class Engine(ABC):
         self._host_parts: dict[tuple[int, int, int], torch.Tensor] = {}
         self._always: dict[int, Staged] = {}
         """Resident state that was used, by chunk."""
+        self.failed: BaseException | None = None
+        """What an update raised: some of its parameters may be new, others old."""
         self._set_up()
         self._plan()
 
@@ -229,12 +232,32 @@ class Engine(ABC):
         accesses = self._streams.accesses
         parts = (part for _, staged in works for _, part in staged.parts)
         parameters = (parameter for work, _ in works for parameter in work.parameters)
-        stream.run(
-            update,
-            reads=accesses(gradient for work, _ in works for gradient in work.gradients),
-            writes=accesses(chain(parts, parameters)),
-        )
+        try:
+            stream.run(
+                update,
+                reads=accesses(gradient for work, _ in works for gradient in work.gradients),
+                writes=accesses(chain(parts, parameters)),
+            )
+        except BaseException as error:
+            self.failed = error
+            raise
         return stream.record()
+
+    def check(self) -> None:
+        """Raises OffbenchError once an update has failed in its middle: nothing may be made of what it left, neither
+        another step nor a checkpoint."""
+        if self.failed is not None:
+            raise OffbenchError(
+                f"an optimizer update failed before ({self.failed!r:.120}): parameters and moments are those of no "
+                "step; make model and optimizer anew and load a checkpoint"
+            ) from self.failed
+
+    def end(self) -> None:
+        """As `drain`, but what a failed update left is given up."""
+        if self.failed is None:
+            self.drain()
+        else:
+            self._wait_for_all()
 
     def _kept(self, chunk: Chunk) -> Staged:
         """Resident state, where it is. What was cut out of it stays valid from step to step."""
@@ -262,6 +285,7 @@ class InOrderEngine(Engine):
     def step(self, works: Sequence[Work]) -> None:
         """Queue one optimizer step. Synchronous schedules return when it is done, deferred ones after `lead`
         chunks."""
+        self.check()
         self.queue_all()
         if works:
             self._count_step()
@@ -277,5 +301,6 @@ class InOrderEngine(Engine):
 
     def drain(self) -> None:
         """Return when nothing is queued or in flight: parameters and host state are those of the last step."""
+        self.check()
         self.queue_all()
         self._wait_for_all()

@@ -73,6 +73,7 @@ class FlowEngine(FlowMemory):
         """Queue one optimizer step: what fits into the arena starts to move in, the first `lead` chunks that move
         are updated, and those that stay before them; the others from the forward's reads. Where the host waits for the
         device, that is when updates are queued, and here only the first."""
+        self.check()
         self._finish()
         moving = [work.chunk for work in works if work.chunk.index not in self._resident]
         self.prefetch.keep(moving)
@@ -136,18 +137,19 @@ class FlowEngine(FlowMemory):
         step = self._step
         if step is None or not (step.waiting or step.staged):
             return False
+        self.check()
         if not step.waiting:
             self._return_state(1)
         elif works := self._kept_together(step, len(step.waiting)):
             self._allowance.changed()
-            self._queue_kept(step, works)
+            self._queue_kept(step, works, goes_on=False)
         elif step.has_room and self._move_one(step):
             pass
         elif len(step.waiting) <= step.beyond_lead and not self._is_near(step.waiting[0]):
             return False
         elif self._is_here(step):
             self._allowance.changed()
-            self._queue_chunk(step, step.waiting.popleft(), goes_on=False)
+            self._queue_chunk(step, goes_on=False)
         else:
             self._keep_coming(step)
         return True
@@ -207,6 +209,7 @@ class FlowEngine(FlowMemory):
 
     def drain(self) -> None:
         """Return when nothing is queued or in flight; staging memory is given back."""
+        self.check()
         self._finish()
         self.prefetch.drop_all()
         self._wait_for_all()
@@ -227,15 +230,16 @@ class FlowEngine(FlowMemory):
         step = self._step
         self._allowance.changed()
         while step is not None and count > 0 and step.waiting:
+            self.check()
             works = self._kept_together(step, count)
             count -= max(1, len(works))
             if works:
                 self._queue_kept(step, works)
             else:
-                self._queue_chunk(step, step.waiting.popleft())
+                self._queue_chunk(step)
 
     def _kept_together(self, step: FlowStep, most: int) -> list[Work]:
-        """Take the next works, up to so many, whose state is resident and which may be updated in one go."""
+        """The next works, up to so many, whose state is resident and which may be updated in one go."""
         found: list[Work] = []
         nbytes = 0
         for work in islice(step.waiting, most):
@@ -243,18 +247,20 @@ class FlowEngine(FlowMemory):
             if work.chunk.index not in self._resident or work.calls is None or (found and nbytes > TOGETHER_BYTES):
                 break
             found.append(work)
-        for _ in found:
-            step.waiting.popleft()
         return found
 
-    def _queue_kept(self, step: FlowStep, works: Sequence[Work]) -> None:
-        """Queue updates of resident state: each kernel costs the host as much as a layer of them costs the device."""
+    def _queue_kept(self, step: FlowStep, works: Sequence[Work], goes_on: bool = True) -> None:
+        """Queue updates of resident state, the next ones: each kernel costs the host as much as a layer of them costs
+        the device."""
         kept = [(work, self._kept(work.chunk)) for work in works]
         updated = self._update_together(self._streams.side("update"), kept)
         for work in works:
+            step.waiting.popleft()
             self._updated[work.chunk.index] = updated
             self._recycle(step, work, updated)
-        self._go_on(step)
+        step.has_room = True
+        if goes_on:
+            self._go_on(step)
 
     def _queue_all(self) -> None:
         """Queue what the step still owes: every update, and then all write-back."""
@@ -274,8 +280,10 @@ class FlowEngine(FlowMemory):
         if not step.staged:
             step.arrived = sorted(self._extents.all, key=lambda extent: extent.clear_at)
 
-    def _queue_chunk(self, step: FlowStep, work: Work, goes_on: bool = True) -> None:
-        """Queue an update and, if it `goes_on`, what moves into the room it makes; else that is left for later."""
+    def _queue_chunk(self, step: FlowStep, goes_on: bool = True) -> None:
+        """Queue the next update and, if it `goes_on`, what moves into the room it makes; else that is left for later.
+        Without memory for its state it stays the next one."""
+        work = step.waiting[0]
         if work.chunk.index in self._resident:
             self._finish_update(step, work, self._kept(work.chunk))
         else:
@@ -283,10 +291,11 @@ class FlowEngine(FlowMemory):
                 self._go_on(step)
             while work.chunk.index not in step.moved and self._make_place(step, work.chunk):
                 self._move_ahead(step)
-            if moved := step.moved.pop(work.chunk.index, None):
+            if moved := step.moved.get(work.chunk.index):
                 place, loaded = moved
                 self._streams.side("update").wait(loaded, Why.LOADED)
                 self._finish_update(step, work, place.state)
+                del step.moved[work.chunk.index]
                 self._keep_staged(step, work.chunk, place)
             else:
                 self._update_at_home(step, work)
@@ -326,5 +335,6 @@ class FlowEngine(FlowMemory):
 
     def _finish_update(self, step: FlowStep, work: Work, staged: Staged) -> None:
         updated = self._update(self._streams.side("update"), work, staged)
+        step.waiting.popleft()
         self._updated[work.chunk.index] = updated
         self._recycle(step, work, updated)

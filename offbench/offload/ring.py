@@ -114,7 +114,9 @@ class RingEngine(InOrderEngine):
         if step is None or count <= 0:
             return
         for _ in range(min(count, len(step.waiting))):
-            self._queue_chunk(step, step.waiting.popleft())
+            self.check()
+            self._queue_chunk(step, step.waiting[0])
+            step.waiting.popleft()
         if step.waiting:
             return
         end = self._written_back[max(step.out)] if step.out else step.ready

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from offbench.offload.chunks import Chunk
+from offbench.offload.streams import trainable
 
 
 class Staged:
@@ -55,7 +56,8 @@ class Staged:
     def flat(self, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         """`count` elements of `dtype` [count] at the chunk's byte `start`; they must lie in one part."""
         if dtype not in self._typed:
-            self._typed[dtype] = [part.view(dtype) for _, part in self.parts]
+            with trainable():  # they are kept: an evaluation may be the first to need them
+                self._typed[dtype] = [part.view(dtype) for _, part in self.parts]
         which = bisect_right(self._starts, start) - 1
         first = (start - self._starts[which]) // dtype.itemsize
         return self._typed[dtype][which][first : first + count]

@@ -64,6 +64,8 @@ class Case:
     """Right after every BROADCAST_EVERY-th step() a replica gets the weights, as deltas after the first time."""
     waits: bool = False
     """Of the dense model: the forward holds the host in every block, and updates are queued meanwhile."""
+    kept: int = 0
+    """Chunks whose state the arms leave on the device, the first ones."""
     pool: bool = False
     """The arms' gradients are made in compute's pool; those of torch's AdamW are not."""
     size: Size = SMALL_MODELS
@@ -86,6 +88,8 @@ class Case:
             parts.append("broadcast")
         if self.waits:
             parts.append("waits")
+        if self.kept:
+            parts.append(f"{self.kept} chunks kept")
         if self.pool:
             parts.append("gradient pool")
         if self.implementation != "fused":
@@ -183,7 +187,7 @@ def _cases(world: int, quick: bool) -> list[Case]:
     found += [Case(world, "moe"), Case(world, implementation="foreach")]
     found += [Case(world, waits=True), Case(world, broadcast=True)]
     found += [Case(world, "moe", 2, resume=r, broadcast=True) for r in (False, True) if world % 2 == 0]
-    return [*found, Case(world, accumulation=4, pool=True)]
+    return [*found, Case(world, waits=True, kept=5), Case(world, accumulation=4, pool=True)]
 
 
 _EP: dict[str, object] = {"model": "moe", "ep": 2}
@@ -195,6 +199,7 @@ _QUICK: dict[int, list[dict[str, object]]] = {
         {"waits": True},
         _EP,
         {"accumulation": 4, "pool": True},
+        {"waits": True, "kept": 5},
     ],
     2: [
         {},
@@ -207,6 +212,7 @@ _QUICK: dict[int, list[dict[str, object]]] = {
         {"broadcast": True},
         _EP | {"broadcast": True},
         {"accumulation": 4, "pool": True},
+        {"waits": True, "kept": 5},
     ],
     4: [{"resume": True}, _EP],
 }

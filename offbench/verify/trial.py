@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from offbench.offload import OffloadedAdamW
 from offbench.offload.adversary import AdversarialStreams
 from offbench.offload.gradient_pool import GradientPool
+from offbench.offload.schedule import Schedule
 from offbench.offload.streams import DeviceStreams, Streams, Why
 from offbench.verify.cases import BROADCAST_EVERY, RESUME_AT, STEPS, Case, Pace, Variant
 from offbench.verify.trainees import Trainee, build, forget
@@ -89,7 +90,7 @@ class Trial:
                 model.parameters(),
                 **options,
                 model=model,
-                schedule=variant.schedule(self.case.chunk_bytes),
+                schedule=self._schedule(variant),
                 implementation=self.case.implementation,
                 streams=used[-1],
                 copy_repeat=pace.copy_repeat,
@@ -100,6 +101,11 @@ class Trial:
             orders = (s.order.violations for s in used if isinstance(s, AdversarialStreams))
             found = next((Difference("", "order", note=lines[0]) for lines in orders if lines), None)
         return found and dataclasses.replace(found, rank=self.rank, pace=pace.name)
+
+    def _schedule(self, variant: Variant) -> Schedule:
+        schedule = variant.schedule(self.case.chunk_bytes)
+        kept = self.case.kept * self.case.chunk_bytes if schedule.offloaded else 0
+        return dataclasses.replace(schedule, resident_bytes=kept) if kept else schedule
 
     def _streams(self, pace: Pace) -> Streams:
         if pace.streams is None:

@@ -15,7 +15,7 @@ import torch
 from offbench.device import CpuDevice, ScalarReader, Stamp
 from offbench.offload import OffloadedAdamW, flow, meanwhile
 from offbench.offload.adversary import AdversarialStreams
-from offbench.offload.engine import Engine
+from offbench.offload.engine import Engine, Work
 from offbench.offload.flow import BURST_HERE, FlowEngine
 from offbench.offload.flow_step import FlowStep
 from offbench.offload.fsdp import param_groups
@@ -82,8 +82,15 @@ def test_it_asks_for_more_until_the_event_has_passed_or_there_is_no_more() -> No
     assert len(asked) == 6, "withdrawn"
 
 
+def as_calls(works: list[Work]) -> None:
+    """Give works what lets resident ones be updated in one go, as the optimizer's have it."""
+    for work in works:
+        work.calls = lambda state, work=work: [lambda: work.update(state)]  # type: ignore[misc,assignment]
+        work.run = lambda calls: [call() for call in calls]  # type: ignore[assignment,func-returns-value]
+
+
 def queued(
-    schedule: Schedule, more: int, here: bool = True
+    schedule: Schedule, more: int, here: bool = True, together: bool = False
 ) -> tuple[trainer.Result, list[tuple[str, int]], list[str]]:
     """What a run comes to whose every read is followed by a wait in which the host asks so often for more (0: none
     is); what queued how many updates, in its last two steps; and broken orders."""
@@ -127,6 +134,8 @@ def queued(
             return found
 
         def spy_step(works) -> None:
+            if together:
+                as_calls(works)
             step(works)
             calls.append(("step", len(works) - left()))
 
@@ -251,14 +260,16 @@ def test_room_that_a_look_left_is_used_before_any_is_made(has_room: bool) -> Non
         _finish_update=noted("update"),
         _keep_staged=noted("keep"),
     )
-    FlowEngine._queue_chunk(engine, step, SimpleNamespace(chunk=SimpleNamespace(index=7)), goes_on=False)  # type: ignore[arg-type]
+    step.waiting = [SimpleNamespace(chunk=SimpleNamespace(index=7))]
+    FlowEngine._queue_chunk(engine, step, goes_on=False)
     made = ["go on"] if has_room else ["make place", "move"]
     assert calls == [*made, "wait", "update", "keep"]
     assert step.has_room
 
 
+@pytest.mark.parametrize("kept", [0, 3 * trainer.CAP])
 @pytest.mark.parametrize("more", [1, 2, 3, 9])
-def test_a_look_queues_one_thing(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_queues_one_thing(more: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host waits for may come during it. An update's own write-back is part of it where its memory goes back
     to those that lent it, and an arena is written back at once as it retires."""
     calls: list[str] = []
@@ -280,15 +291,19 @@ def test_a_look_queues_one_thing(more: int, monkeypatch: pytest.MonkeyPatch) -> 
         looks.append([*calls])
         return there_is
 
-    for name in ("_update", "_move_in", "_write_back"):
+    for name in ("_update", "_update_together", "_move_in", "_write_back"):
         spied(name)
     monkeypatch.setattr(FlowEngine, "queue_more", spy_more)
-    result, _, violations = queued(stream(lead=3, ahead=99), more)
+    result, _, violations = queued(stream(lead=3, ahead=99, resident_bytes=kept), more, together=True)
     assert result.equals(trainer.plain())
     assert violations == []
     assert {len(look) for look in looks} == {0, 1}
-    copies = {"_move_in", "_write_back"}  # with one look a wait, reads queue the updates
-    assert {name for look in looks for name in look} == (copies | {"_update"} if more > 1 else copies)
+    seen = {name for look in looks for name in look}
+    if kept:
+        assert "_update_together" in seen
+    else:
+        copies = {"_move_in", "_write_back"}  # with one look a wait, reads queue the updates
+        assert seen == (copies | {"_update"} if more > 1 else copies)
 
 
 @pytest.mark.parametrize("more", [0, 1])
@@ -413,9 +428,9 @@ def trained(rank: int, arm: str) -> tuple[list[str], int]:
     if isinstance(engine, FlowEngine):
         queue_kept = engine._queue_kept
 
-        def spy_kept(step, works) -> None:
+        def spy_kept(step, works, goes_on=True) -> None:
             together.append(len(works))
-            queue_kept(step, works)
+            queue_kept(step, works, goes_on)
 
         engine._queue_kept = spy_kept  # type: ignore[method-assign]
 

@@ -60,7 +60,9 @@ class ZeroCopyEngine(InOrderEngine):
             return
         updates = self._streams.side("update") if self.schedule.deferred else self._streams.compute()
         for _ in range(min(count, len(self._step))):
-            self._queue_chunk(updates, self._step.popleft())
+            self.check()
+            self._queue_chunk(updates, self._step[0])
+            self._step.popleft()
         if not self._step:
             self._step = None
 
