@@ -9,13 +9,13 @@ have what the other left.
 
 Note [Who may still use a gradient's memory]
     A block of compute's pool may be handed out again as soon as it is freed, to whatever compute queues next.
-    - Before: FSDP2 makes the reducing stream wait for compute just before it asks for the memory, so nothing that
-      compute had queued for an earlier owner can run beside the reduction.
+    - Before: the reducing stream waits for compute once the memory is there. So nothing that compute had queued for an
+      earlier owner can run beside the reduction, nor can what fills new memory where torch is to be deterministic.
     - After: compute waits for the reductions when the backward ends. But a gradient that is added to one of an
       earlier backward is freed at once, by the host, while the reducing stream has still to read it; with hybrid
-      sharding the all-reducing stream has. Both are named to the allocator (`record_stream`), which then holds a freed
-      block back until they have passed. On compute's own side nothing changes: whoever frees gradients while another
-      stream reads them has to say so, as before.
+      sharding the all-reducing stream has, and with a hook for that the hook's. All are named to the allocator
+      (`record_stream`), which then holds a freed block back until they have passed. On compute's own side nothing
+      changes: whoever frees gradients while another stream reads them has to say so, as before.
 
 Only what FSDP2 itself takes for the result of a reduction is moved: where gradients are reduced in another dtype than
 they are kept in, the copy in that dtype stays with the reducing stream.
@@ -38,8 +38,8 @@ _STREAMS = ("reduce_scatter_stream", "all_reduce_stream")
 class GradientPool:
     """From now on until `restore`, FSDP2 makes the sharded gradients of `model` in compute's pool.
 
-    Call it after `fully_shard`, on any module above or at what is sharded. Groups whose collectives were replaced by
-    others than FSDP2's own, which allocate as they see fit, stay as they are.
+    Call it after `fully_shard`, on any module above or at what is sharded, and after whatever replaces FSDP2's own
+    collectives: groups with others, which allocate as they see fit, stay as they are.
 
     Raises UnknownFSDP when this torch's FSDP2 lacks a private part that this needs.
     """
@@ -92,6 +92,8 @@ class _Reduce:
         module = torch.get_device_module(device)
         current = module.current_stream()
         side = [self._stream(name) for name in _STREAMS]
+        if (hook := getattr(self._group, "_all_reduce_hook_stream", None)) is not None:
+            side.append(hook)
         if current != side[0]:
             self._compute = current
             return self._take(size, dtype, device)
@@ -99,6 +101,7 @@ class _Reduce:
             return self._take(size, dtype, device)
         with module.stream(self._compute):
             result = self._take(size, dtype, device)
+        side[0].wait_stream(self._compute)
         if device.type != "cpu":  # nothing is ever in flight there, and record_stream raises
             for stream in side:
                 result.record_stream(stream)

@@ -4,6 +4,7 @@ back. On a CPU streams have names only: which one is current is seen, what they 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,6 +125,39 @@ def test_results_are_asked_for_on_compute_and_reduced_where_fsdp_reduces() -> No
         for asked, reduced in pooled:
             assert asked == [True, True] * STEPS
             assert reduced == [False] * STEPS
+
+
+def waits(rank: int) -> list[tuple[str, str]]:
+    """What comes next behind every allocation of a result: another one, a wait of the reducing stream for compute, or
+    another wait."""
+    model = sharded()
+    log: list[str] = []
+    compute = torch.cpu.current_stream()
+    GradientPool(model)
+    for group in param_groups(model):
+        comm: Any = group._reduce_scatter_comm
+        real = comm._take
+
+        def take(*args: Any, real: Any = real, comm: Any = comm) -> torch.Tensor:
+            log.append("result" if comm.given else "input")
+            comm.given = not comm.given
+            memory: torch.Tensor = real(*args)
+            return memory
+
+        comm.given, comm._take = False, take
+
+    def wait(stream: Any, other: Any) -> None:
+        log.append("reducing waits for compute" if stream != compute and other == compute else "another wait")
+
+    torch.cpu.Stream.wait_stream = wait  # type: ignore[method-assign,assignment]
+    train(model)
+    return [(one, other) for one, other in itertools.pairwise(log) if one == "result"]
+
+
+def test_the_reducing_stream_waits_for_compute_once_the_memory_is_there() -> None:
+    """Torch fills new memory on the stream that asks for it where it is to be deterministic."""
+    for found in on_ranks(2, waits):
+        assert found == [("result", "reducing waits for compute")] * LAYERS * STEPS
 
 
 def foreign(rank: int) -> tuple[int, int, bool, str]:

@@ -55,8 +55,8 @@ def pools(device: torch.device, tensors: list[torch.Tensor]) -> set[bool]:
 
 
 def in_turn(device: torch.device, pooled: bool) -> tuple[set[bool], int, int]:
-    """Whose the gradients' memory is, and the most reserved and allocated when large gradients and large activations
-    come one after the other; all of a size, so that nothing is lost to fragments."""
+    """Whose the gradients' memory is, and the most reserved and allocated when gradients come and, after them,
+    activations larger than all that a backward takes; of a size, so that little is lost to fragments."""
     model = model_of(device, 2048)
     pool = GradientPool(model) if pooled else None
     is_cuda = device.type == "cuda"
@@ -71,7 +71,7 @@ def in_turn(device: torch.device, pooled: bool) -> tuple[set[bool], int, int]:
         nbytes = gradients[0].untyped_storage().nbytes()
         del gradients
         model.zero_grad()
-        activations = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(LAYERS)]
+        activations = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(4 * LAYERS)]
         del activations
     if pool is not None:
         assert pool.made == 2 * LAYERS
