@@ -86,15 +86,15 @@ def test_one_command_makes_a_table_of_several_budgets_and_goes_on(
     from tests.test_launch import fork
 
     results = tmp_path / "budgets.jsonl"
-    words = ("--arm", "none", "--arm", "stream --state-budget 4KiB --chunk 64KiB", "--arm", "stream --chunk 64KiB")
+    words = ("--arm", "stream --state-budget 4KiB --chunk 64KiB", "--arm", "stream --chunk 64KiB")
     words += ("--nproc", "1", "--warmup", "1", "--steps", "1", "--resume")
     code, found = fork(results, *words)
     assert code == 0, found
     rounds = [(record["spec"]["arm"]["name"], record["launch"]) for record in found]
-    assert rounds == [("none", 1), ("stream", 1), ("stream", 1)]
+    assert rounds == [("stream", 1), ("stream", 1)]
     code, found = fork(results, *words, "--launches", "2")
     assert code == 0, found
-    assert [record["launch"] for record in found] == [1, 1, 1, 2, 2, 2]
+    assert [record["launch"] for record in found] == [1, 1, 2, 2]
     budgets = [record["spec"]["arm"].get("state_budget") for record in found]
-    assert budgets == [None, 4096, 0, 0, 4096, None]
-    assert f"resumed: 3 of 6 launches are in {results}" in "".join(capsys.readouterr())
+    assert budgets == [4096, 0, 0, 4096]
+    assert f"resumed: 2 of 4 launches are in {results}" in "".join(capsys.readouterr())

@@ -334,7 +334,7 @@ def test_resident_state_that_is_not_updated_while_the_host_waits_is_found(
         honest(self, step, works, goes_on)
 
     monkeypatch.setattr(FlowEngine, "_queue_kept", lazy)
-    cases = Case(1), Case(1, waits=True), Case(1, waits=True, kept=5)
+    cases = Case(1, waits=True), Case(1, waits=True, kept=5)
     only(monkeypatch, *cases)
     assert main([*WORDS, "--nproc", "1", "--arm", "stream", "--format", "json"]) == 1
     cells = json.loads(capfd.readouterr().out)["cells"]

@@ -65,30 +65,39 @@ def train(model: nn.ModuleList, accumulate: int = 1) -> list[torch.Tensor]:
     return [p.to_local().detach().clone() for p in model.parameters()]
 
 
-def course(rank: int, reduce: torch.dtype, accumulate: int, mesh_shape: Sequence[int] | None) -> tuple[Any, ...]:
-    expected = train(sharded(reduce, mesh_shape), accumulate)
-    model = sharded(reduce, mesh_shape)
-    pool = GradientPool(model)
-    found = train(model, accumulate)
-    made, groups = pool.made, pool.groups
-    pool.restore()
-    again = train(model, accumulate), pool.made
-    equal = all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    return equal, made, groups, again[1], [type(g._reduce_scatter_comm).__name__ for g in param_groups(model)]
+def course(
+    rank: int, mesh_shape: Sequence[int] | None
+) -> dict[tuple[str, int], tuple[bool, int, int, int, list[str]]]:
+    """By dtype of the reduction and backwards a step: whether bits are equal, gradients made in the pool, groups,
+    gradients made there once more after `restore`, and who reduces then."""
+    found = {}
+    for reduce, accumulate in itertools.product((FP32, BF16), (1, 2)):
+        expected = train(sharded(reduce, mesh_shape), accumulate)
+        model = sharded(reduce, mesh_shape)
+        pool = GradientPool(model)
+        ends = train(model, accumulate)
+        made, groups, comms = pool.made, pool.groups, [group._reduce_scatter_comm for group in param_groups(model)]
+        pool.restore()
+        train(model, accumulate)
+        later = sum(comm.made for comm in comms) - made
+        equal = all(torch.equal(a, b) for a, b in zip(expected, ends, strict=True))
+        own = [type(group._reduce_scatter_comm).__name__ for group in param_groups(model)]
+        found[str(reduce), accumulate] = equal, made, groups, later, own
+    return found
 
 
 @pytest.mark.parametrize(
     ("world", "mesh_shape"), [(1, None), (2, None), (2, (2, 1))], ids=["one rank", "two ranks", "replicated"]
 )
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("reduce", [FP32, BF16])
-def test_the_same_bits(world: int, mesh_shape: Sequence[int] | None, accumulate: int, reduce: torch.dtype) -> None:
-    for equal, made, groups, after, own in on_ranks(world, course, reduce, accumulate, mesh_shape):
-        assert equal
-        assert groups == LAYERS
-        assert made == LAYERS * STEPS * accumulate, "every reduction of every backward"
-        assert after == 0, "restored: nothing is counted any more"
-        assert own == ["DefaultReduceScatter"] * LAYERS
+def test_the_same_bits(world: int, mesh_shape: Sequence[int] | None) -> None:
+    for found in on_ranks(world, course, mesh_shape):
+        assert len(found) == 4
+        for (_, accumulate), (equal, made, groups, later, own) in found.items():
+            assert equal
+            assert groups == LAYERS
+            assert made == LAYERS * STEPS * accumulate, "every reduction of every backward"
+            assert later == 0, "restored: nothing comes from there any more"
+            assert own == ["DefaultReduceScatter"] * LAYERS
 
 
 def streams(rank: int) -> list[tuple[list[bool], list[bool]]]:
