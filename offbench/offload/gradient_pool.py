@@ -14,11 +14,14 @@ Note [Who may still use a gradient's memory]
     - After: compute waits for the reductions when the backward ends. But a gradient that is added to one of an
       earlier backward is freed at once, by the host, while the reducing stream has still to read it; with hybrid
       sharding the all-reducing stream has, and with a hook for that the hook's. All are named to the allocator
-      (`record_stream`), which then holds a freed block back until they have passed. On compute's own side nothing
-      changes: whoever frees gradients while another stream reads them has to say so, as before.
+      (`record_stream`), which then holds a freed block back until they have passed. Whoever frees gradients that a
+      stream of his own still reads has to name it, too, or make compute wait: FSDP2's own pool forgave that until the
+      next reduction.
 
-Only what FSDP2 itself takes for the result of a reduction is moved: where gradients are reduced in another dtype than
-they are kept in, the copy in that dtype stays with the reducing stream.
+What is freed while the reducing stream is behind cannot be had at once, so a host that runs a whole step ahead of the
+device reserves as much as before. Only what FSDP2 itself takes for the result of a reduction is moved: where gradients
+are reduced in another dtype than they are kept in, they are copies that stay with the reducing stream, and this moves
+temporaries alone.
 """
 
 from __future__ import annotations

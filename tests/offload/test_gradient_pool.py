@@ -5,7 +5,9 @@ back. On a CPU streams have names only: which one is current is seen, what they 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from offbench.offload import gradient_pool
 from offbench.offload.fsdp import UnknownFSDP, param_groups
 from offbench.offload.gradient_pool import GradientPool
 from tests.ranks import on_ranks
@@ -167,6 +170,53 @@ def test_the_reducing_stream_waits_for_compute_once_the_memory_is_there() -> Non
     """Torch fills new memory on the stream that asks for it where it is to be deterministic."""
     for found in on_ranks(2, waits):
         assert found == [("result", "reducing waits for compute")] * LAYERS * STEPS
+
+
+class Named:
+    """A stream, or a tensor, that writes down what is asked of it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Named) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_stream(self, stream: Named) -> None:
+        self.log.append(f"used on {stream.name}")
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_every_stream_that_uses_a_result_is_named_to_the_allocator(
+    has_hook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    compute, reducing, all_reducing, hook = (Named(name, log) for name in ("compute", "reduce", "all-reduce", "hook"))
+    now = [compute]
+
+    @contextmanager
+    def stream(one: Named) -> Iterator[None]:
+        now.append(one)
+        yield
+        now.pop()
+
+    def allocate(size: Sequence[int], **how: Any) -> Named:
+        log.append(f"asked on {now[-1].name}")
+        return Named("memory", log)
+
+    module = SimpleNamespace(current_stream=lambda: now[-1], stream=stream)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    context = SimpleNamespace(reduce_scatter_stream=reducing, all_reduce_stream=all_reducing)
+    own, there = SimpleNamespace(allocate=allocate), hook if has_hook else None
+    group = SimpleNamespace(_reduce_scatter_comm=own, comm_ctx=context, _all_reduce_hook_stream=there)
+    one, device = gradient_pool._Reduce(group), SimpleNamespace(type="cuda")
+    one.allocate((4,), dtype=FP32, device=device)  # type: ignore[arg-type]
+    with stream(reducing):
+        one.allocate((2,), dtype=FP32, device=device)  # type: ignore[arg-type]
+    assert log[:3] == ["asked on compute", "asked on compute", "reduce waits for compute"]
+    assert log[3:] == ["used on reduce", "used on all-reduce", *(["used on hook"] if has_hook else [])]
+    del context.all_reduce_stream
+    with pytest.raises(UnknownFSDP, match="no all_reduce_stream"):
+        one.allocate((4,), dtype=FP32, device=device)  # type: ignore[arg-type]
 
 
 def foreign(rank: int) -> tuple[int, int, bool, str]:

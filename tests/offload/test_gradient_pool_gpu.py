@@ -3,6 +3,8 @@ the reducing stream still uses. The CPU, which has no pools, checks that the sam
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,7 @@ from tests.offload.alone import Alone
 
 LAYERS, WORLD = 8, 2
 LONG = 20_000_000
-"""Cycles that the reducing stream stands still before each reduction: about 10 ms, longer than a layer's backward."""
+"""Cycles that the reducing stream stands still behind each reduction: about 10 ms, longer than a layer's backward."""
 
 
 def model_of(device: torch.device, width: int) -> nn.ModuleList:
@@ -29,7 +31,7 @@ def model_of(device: torch.device, width: int) -> nn.ModuleList:
     model = nn.ModuleList(nn.Linear(width, width, bias=False, device=device) for _ in range(LAYERS))
     mesh = init_device_mesh(device.type, (WORLD,))
     for layer in model:
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh)  # each a root of its own: compute waits for none of them within a backward
     return model
 
 
@@ -60,6 +62,7 @@ def in_turn(device: torch.device, pooled: bool) -> tuple[set[bool], int, int]:
     model = model_of(device, 2048)
     pool = GradientPool(model) if pooled else None
     is_cuda = device.type == "cuda"
+    gc.collect()  # FSDP2's modules are in cycles: what is left of others is no part of this one's memory
     if is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -82,16 +85,17 @@ def in_turn(device: torch.device, pooled: bool) -> tuple[set[bool], int, int]:
 
 
 class Late:
-    """A group's reduce-scatter whose stream stands still first."""
+    """A group's reduce-scatter whose stream stands still behind it, when the result is there and not yet used."""
 
     def __init__(self, own: Any, cycles: int) -> None:
         self._own, self._cycles = own, cycles
         self.allocate = own.allocate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._own(*args, **kwargs)
         if self._cycles:
             torch.cuda._sleep(self._cycles)
-        return self._own(*args, **kwargs)
+        return found
 
 
 def scribble(device: torch.device, nbytes: int) -> Callable[[Any], None]:
@@ -103,7 +107,7 @@ def scribble(device: torch.device, nbytes: int) -> Callable[[Any], None]:
     return hook
 
 
-def accumulated(device: torch.device, pooled: bool) -> list[torch.Tensor]:
+def accumulated(device: torch.device, pooled: bool) -> list[list[float]]:
     """Gradients of three backwards, added up on a reducing stream that is far behind compute."""
     width = 256
     model = model_of(device, width)
@@ -117,7 +121,7 @@ def accumulated(device: torch.device, pooled: bool) -> list[torch.Tensor]:
         forward(model, torch.randn(4, width, device=device, generator=generator), hook).backward()
     if pool is not None:
         assert pool.made == 3 * LAYERS
-    return [p.grad.to_local().cpu() for p in model.parameters()]
+    return [p.grad.to_local().flatten().tolist() for p in model.parameters()]
 
 
 def _child(_: int, queue: mp.SimpleQueue) -> None:
@@ -141,13 +145,13 @@ def test_gradients_and_activations_share_memory_and_nobody_writes_too_early() ->
     assert pooled_whose == {True}
     assert pooled <= reserved - (LAYERS - 2) * 2048 * 2048 * 4 // WORLD
     assert pooled_allocated <= allocated
-    assert all(torch.isfinite(gradient).all() for gradient in gradients)
-    assert all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
+    assert all(math.isfinite(x) for gradient in gradients for x in gradient)
+    assert gradients == expected
 
 
 def test_the_same_trainers_on_the_cpu() -> None:
     alone = Alone("cpu")
     expected, gradients = alone(accumulated, False), alone(accumulated, True)
-    assert all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
+    assert gradients == expected
     assert [alone(in_turn, pooled) for pooled in (False, True)] == [(set(), 0, 0)] * 2
     alone.close()
