@@ -20,7 +20,7 @@ def arms_of(options: Options, shape: ModelShape, device: Literal["cuda", "cpu"])
     (results/h200-all-arms.md), and all others wait less. A CPU has no copy engine to wait for, so nothing is replaced.
     """
     shared = _knobs(options)
-    _axes(options, device)
+    _axes(options, device)  # a bad value is said even where every arm has its own
     if options.table is not None:
         return _table(options, shared["chunk_bytes"] or shape.chunk_bytes)
     lines = [parse(text, options) for text in options.arm or arms.DEFAULT_ARMS]
