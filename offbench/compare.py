@@ -22,7 +22,7 @@ from offbench.config import ArmSpec, RunSpec
 from offbench.naming import arm_name, axes
 from offbench.planner.ideal import Ideal, policy_ideal, unknown
 from offbench.planner.sources import none_rows
-from offbench.record import RunRecord, SmallCopies, Split, TimeParts
+from offbench.record import Reserved, RunRecord, SmallCopies, Split, TimeParts
 from offbench.stats import largest, mean_interval
 from offbench.trace.timeline import difference, less
 
@@ -89,6 +89,10 @@ class Row:
     rss_bytes: int | None = None
     small_copies: SmallCopies | None = None
     """The largest figures of any launch."""
+    reserved: Reserved | None = None
+    """Of the launch that reserves most."""
+    alloc_retries: int | None = None
+    """The most of any launch."""
     auto_budget_bytes: tuple[int, int] | None = None
     """What --state-budget auto came to: the least and the most of any launch."""
     ranks_remote: int | None = None
@@ -225,6 +229,8 @@ def _row(records: Sequence[RunRecord]) -> Row:
         pinned_bytes=largest(record.host.pinned_requested_bytes for record in good),
         rss_bytes=largest(record.host.rss_bytes for record in good),
         small_copies=_small_copies(good),
+        reserved=Reserved.worst(record.reserved for record in good),
+        alloc_retries=largest(record.peak.alloc_retries for record in good),
         ranks_remote=max(remote) if len(remote) == len(good) and remote else None,
         ranks_pinned=len(good[0].ranks) if remote else None,
         split=traced.split if (traced := _middle(good)) is not None else None,

@@ -101,6 +101,11 @@ class Device(ABC):
         """Let both peaks start again from what is held now."""
 
     @abstractmethod
+    def alloc_retries(self) -> int | None:
+        """Times so far that the caching allocator had no memory left, gave back what it kept, for which it waits for
+        the device, and tried again."""
+
+    @abstractmethod
     def used(self) -> int | None:
         """Bytes in use by the device's own count, all processes together."""
 
@@ -166,6 +171,9 @@ class CudaDevice(Device):
     def reset_peaks(self) -> None:
         self._module.reset_peak_memory_stats(self.torch_device)
 
+    def alloc_retries(self) -> int | None:
+        return int(self._module.memory_stats(self.torch_device).get("num_alloc_retries", 0))
+
     def used(self) -> int | None:
         free, total = self._module.mem_get_info(self.torch_device)
         return int(total - free)
@@ -216,6 +224,9 @@ class CpuDevice(Device):
 
     def reset_peaks(self) -> None:
         """There is no count to reset."""
+
+    def alloc_retries(self) -> int | None:
+        return None
 
     def used(self) -> int | None:
         return None

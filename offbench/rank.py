@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from offbench import arms, bandwidth, environment, profiler
+from offbench import arms, bandwidth, environment, pools, profiler
 from offbench.auto_budget import AutoBudget
 from offbench.config import GIB, RunSpec
 from offbench.device import Device
@@ -25,8 +25,9 @@ from offbench.offload import OffloadedAdamW
 from offbench.offload.gradient_pool import GradientPool
 from offbench.offload.hoststore import HostStore
 from offbench.offload.small_copies import KernelCopies, kernel_copies
+from offbench.pools import PoolWatch
 from offbench.rank_report import describe, hand_over, meet, tell
-from offbench.record import HostLead, Link, SmallCopies, Split
+from offbench.record import HostLead, Link, Reserved, SmallCopies, Split
 from offbench.replica import ReplicaLog
 from offbench.small_watch import SmallCopyWatch
 from offbench.trace.command import split_of
@@ -103,7 +104,7 @@ def _run(
     hand_over(spec, report, local_rank, out, complete=False)
 
     progress.enter("extras")
-    report.host_lead, report.small_copies = watch(job, optimizer, spec, device)
+    report.host_lead, report.small_copies, report.reserved = watch(job, optimizer, spec, device)
     report.window_slope_s = check_window(job, optimizer, spec, device) if report.check_window else None
     report.trace, report.split, why_not = trace(job, optimizer, spec, device, out)
     report.warnings += [] if why_not is None else [f"no split of traced steps: {why_not}"]
@@ -223,11 +224,13 @@ def train(
     loss.remove()
 
 
-def watch(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device) -> tuple[HostLead | None, SmallCopies]:
-    """When all other figures are taken: see how far the host is ahead of the device in one more step, and count and
-    time the small copies of another. A step before them brings back the bulk copies that the drain has ended; all are
-    drained again."""
-    recorder = WindowRecorder(device, 1, 2, spec.arm.readbacks)
+def watch(
+    job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device
+) -> tuple[HostLead | None, SmallCopies, Reserved | None]:
+    """When all other figures are taken: see how far the host is ahead of the device in one more step, count and time
+    the small copies of another, and see in a third in which pools reserved memory lies. A step before them brings back
+    the bulk copies that the drain has ended; all are drained again."""
+    recorder = WindowRecorder(device, 1, 3, spec.arm.readbacks)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     number = spec.window.warmup + spec.window.steps
     clock = HostClock(device)
@@ -236,9 +239,18 @@ def watch(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device) ->
         train_step(job, optimizer, scheduler, recorder, None, number + 1)
     with SmallCopyWatch(device) as small:
         train_step(job, optimizer, scheduler, recorder, None, number + 2)
+    with PoolWatch(device, lambda: pools_of(job, optimizer, device)) as reserved:
+        train_step(job, optimizer, scheduler, recorder, None, number + 3)
     optimizer.drain()
     clock.close()
-    return lead.figures(), small.figures()
+    return lead.figures(), small.figures(), reserved.figures()
+
+
+def pools_of(job: Job, optimizer: OffloadedAdamW, device: Device) -> dict[int, str]:
+    """Which stream each of the allocator's pools serves."""
+    return pools.names(
+        job.model, optimizer.side_streams(), torch.get_device_module(device.torch_device).current_stream()
+    )
 
 
 def check_window(job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device) -> float:

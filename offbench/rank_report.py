@@ -21,7 +21,7 @@ from offbench.failure import write_json
 from offbench.floor import of_launch
 from offbench.offload import OffloadedAdamW
 from offbench.offload.layout import local_of
-from offbench.record import Broadcast, Host, HostLead, Link, Moved, RankPages, SmallCopies, Split, StateAt
+from offbench.record import Broadcast, Host, HostLead, Link, Moved, RankPages, Reserved, SmallCopies, Split, StateAt
 from offbench.replica import ReplicaLog
 from offbench.small_watch import worst
 from offbench.stats import largest
@@ -72,6 +72,7 @@ class RankReport:
     """Expert counts that reached the host by a kernel instead of a copy."""
     small_copies: SmallCopies = field(default_factory=SmallCopies)
     host_lead: HostLead | None = None
+    reserved: Reserved | None = None
     pages: RankPages | None = None
     broadcast: Broadcast | None = None
     stale: list[str] = field(default_factory=list)
@@ -241,6 +242,7 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "moved": first.moved,
         "small_copies": worst([r.small_copies for r in reports]),
         "host_lead": first.host_lead,
+        "reserved": Reserved.worst(r.reserved for r in reports),
         "state": first.state,
         "state_budget_bytes": largest([r.state_budget for r in reports]),
         "host": host,

@@ -20,7 +20,9 @@ from offbench.record_parts import (
     Moved,
     Peak,
     Phases,
+    Pool,
     RankPages,
+    Reserved,
     Row,
     SmallCopies,
     Split,
@@ -40,7 +42,9 @@ __all__ = [
     "Moved",
     "Peak",
     "Phases",
+    "Pool",
     "RankPages",
+    "Reserved",
     "Row",
     "RunRecord",
     "SmallCopies",
@@ -134,6 +138,8 @@ class RunRecord(Row):
     moved: Moved = Moved()
     small_copies: SmallCopies | None = None
     host_lead: HostLead | None = None
+    """Null on the CPU, for a trainer of its own, and in records made before this was kept."""
+    reserved: Reserved | None = None
     """Null on the CPU, for a trainer of its own, and in records made before this was kept."""
     state: StateAt = StateAt()
     state_budget_bytes: int | None = None

@@ -5,6 +5,8 @@ A figure that was not measured is null, never zero. Sizes are bytes, times are s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -54,6 +56,8 @@ class Peak(Row):
     """Optimizer state on the GPU when backward ends."""
     staging_bytes: int | None = None
     """Largest staging arena held at any time."""
+    alloc_retries: int | None = None
+    """Times in the window that PyTorch's allocator had no memory left, gave all it kept back and tried again."""
 
 
 class Moved(Row):
@@ -88,6 +92,56 @@ class SmallCopies(Row):
     longest_readback_s: float | None = None
     longest_wait_s: float | None = None
     """The longest of all, less what a copy-out or copy-in takes for its bytes; the host's launches are in it."""
+
+
+class Pool(Row):
+    """What PyTorch's allocator holds for one stream, in one step watched after the window."""
+
+    stream: str
+    """`compute`, `FSDP2 reduce-scatter` and the like, `optimizer in`; others by their handle."""
+    reserved_bytes: int
+    """At the end of that step; of what a pool once reserved it gives nothing back unless memory runs out."""
+    most_bytes: int
+    """The most in use in that step."""
+    at_peak_bytes: int
+    """In use when all pools together have their most."""
+
+
+class Reserved(Row):
+    """Where reserved memory lies, by one step watched after the window, of the rank that reserves most;
+    `offbench.pools` says how it is told apart. In use: allocated, or freed and not yet passed by a stream."""
+
+    allocated_bytes: int
+    """The most that tensors have at once."""
+    in_use_bytes: int
+    """The most in use at once."""
+    pools: list[Pool] = Field(default_factory=list)
+    """The largest first."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of all pools."""
+        return sum(pool.reserved_bytes for pool in self.pools)
+
+    @property
+    def held_bytes(self) -> int:
+        """Freed, but held back until a stream has passed."""
+        return self.in_use_bytes - self.allocated_bytes
+
+    @property
+    def apart_bytes(self) -> int:
+        """Pools have their most at different times."""
+        return sum(pool.most_bytes for pool in self.pools) - self.in_use_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Reserved by pools beyond their most: between blocks, rounded up, or needed at another time."""
+        return sum(pool.reserved_bytes - pool.most_bytes for pool in self.pools)
+
+    @staticmethod
+    def worst(found: Iterable[Reserved | None]) -> Reserved | None:
+        """The one that reserves most; None of none."""
+        return max((one for one in found if one is not None), key=lambda one: one.reserved_bytes, default=None)
 
 
 class HostLead(Row):

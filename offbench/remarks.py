@@ -8,6 +8,7 @@ from typing import Any
 
 from offbench.naming import arm_name
 from offbench.record import RunRecord
+from offbench.stats import largest
 
 RATE_TOLERANCE = 0.01
 """tok/s and tokens / step time of one row must agree this closely."""
@@ -46,7 +47,7 @@ def notes(
     if caption["dirty"]:
         found.append("rows come from an uncommitted tree: compare with care")
     for members in rows:
-        found += _waiting(members)
+        found += _waiting(members) + _flushed(members)
         found += [note for record in members for note in _loss_notes(record, [*records, *native])]
     found += [f"{arm_name(r.spec, r.label)}, launch {r.launch}: {w}" for r in records for w in r.warnings]
     return found
@@ -62,6 +63,18 @@ def _waiting(members: Sequence[RunRecord]) -> list[str]:
     return [
         f"{name}: a small copy waited {worst.longest_wait_s:.3f} s; a step makes {worst.uploads_per_step} uploads, "
         f"{worst.readbacks_per_step} read-backs and {worst.by_kernel_per_step} of both by kernels"
+    ]
+
+
+def _flushed(members: Sequence[RunRecord]) -> list[str]:
+    """A line when memory was so tight that the allocator gave its cache back inside the window."""
+    most = largest(record.peak.alloc_retries for record in members if record.status == "ok")
+    if not most:
+        return []
+    name = arm_name(members[0].spec, members[0].label)
+    return [
+        f"{name}: {most} times in the window the allocator was out of memory, gave its cache back and tried again; "
+        "the device stands still for that, and step times hold it"
     ]
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from offbench import condition_table, gap_table
+from offbench import condition_table, gap_table, reserved_table
 from offbench.compare import Group, Row, Spread
 from offbench.naming import describe
 from offbench.record import SmallCopies
@@ -106,7 +106,7 @@ def remarks(group: Group) -> list[str]:
         counts = " or ".join(map(str, pairs))
         lines.append(f"x none (in brackets: 95 % interval of the mean of {counts} pairs with a launch of none each)")
     lines += [f"not counted: {failure}" for failure in group.failures]
-    lines += condition_table.notes(group)
+    lines += condition_table.notes(group) + reserved_table.notes(group)
     return lines + gap_table.notes(group) + group.without_ideal + [f"note: {note}" for note in group.notes]
 
 
@@ -159,7 +159,8 @@ def _table(group: Group, names: Iterable[str], break_heads_at: str) -> Table:
 
 
 def _more_tables(group: Group) -> list[Table]:
-    """The tables of conditions and causes, where some row has them: a column a row of the group, as heads are many."""
+    """The tables of conditions, reserved memory and causes, where some row has them: a column a row of the group, as
+    heads are many."""
     found = []
     for heads, rows in _more(group):
         table = Table("", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
@@ -173,7 +174,11 @@ def _more_tables(group: Group) -> list[Table]:
 
 def _more(group: Group) -> list[tuple[Sequence[str], list[list[str]]]]:
     """Heads and lines of the tables below the first one."""
-    tables = (condition_table.heads(group), condition_table.lines(group)), (gap_table.HEADS, gap_table.lines(group))
+    tables = (
+        (condition_table.heads(group), condition_table.lines(group)),
+        (reserved_table.HEADS, reserved_table.lines(group)),
+        (gap_table.HEADS, gap_table.lines(group)),
+    )
     return [(heads, rows) for heads, rows in tables if rows]
 
 
@@ -238,6 +243,7 @@ def figures(row: Row) -> dict[str, Any]:
         "gap_s": row.gap_s,
         **gap_table.figures(row),
         **condition_table.figures(row),
+        **reserved_table.figures(row),
         **_small_copies(row),
         "run_peak_bytes": row.run_peak_bytes,
         "first_step_peak_allocated_bytes": row.first_peak_bytes,

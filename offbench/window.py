@@ -86,6 +86,8 @@ class WindowRecorder:
         self._first_peaks: dict[str, int | None] = {}
         self._steady_peaks: dict[str, int | None] = {}
         self._used: int | None = None
+        self._retries: int | None = None
+        """Of the allocator: before the window those so far, after it those in it."""
         self._drained: Stamp | None = None
 
     @property
@@ -164,9 +166,13 @@ class WindowRecorder:
             self._first_peaks = self._peaks("first_step")
         if self.done in (1, self.warmup):
             self.device.reset_peaks()
+        if self.done == self.warmup:
+            self._retries = self.device.alloc_retries()
         if self.done == self.total:
             self._steady_peaks = self._peaks("steady")
             self._used = self.device.used()
+            after = self.device.alloc_retries()
+            self._retries = None if after is None or self._retries is None else after - self._retries
         return scalars
 
     def close(self, drain: Callable[[], None]) -> None:
@@ -194,7 +200,12 @@ class WindowRecorder:
             phase_s=self._phase_means(),
             host_in_step_s=statistics.fmean(host) if host else None,
             scalars=self._scalars,
-            peak=Peak(**self._first_peaks, **self._steady_peaks, device_used_bytes=self._used),
+            peak=Peak(
+                **self._first_peaks,
+                **self._steady_peaks,
+                device_used_bytes=self._used,
+                alloc_retries=self._retries,
+            ),
         )
 
     def _peaks(self, when: str) -> dict[str, int | None]:

@@ -17,6 +17,7 @@ from offbench import rank
 from offbench.config import RunSpec
 from offbench.device import CpuDevice, Device, Stamp
 from offbench.host_lead import TIES, HostClock, HostLeadWatch
+from offbench.pools import PoolWatch
 from offbench.record import HostLead
 from offbench.results_file import read_records
 from offbench.small_watch import SmallCopyWatch
@@ -195,10 +196,11 @@ def test_the_watches_have_one_step_before_them_and_one_each(monkeypatch: pytest.
     monkeypatch.setattr(rank, "train_step", train_step)
     monkeypatch.setattr(SmallCopyWatch, "__enter__", lambda self: seen.append("small copies") or self)
     monkeypatch.setattr(SmallCopyWatch, "__exit__", lambda *_: None)
-    lead, small = rank.watch(job, optimizer, RunSpec(), BusyDevice())
+    monkeypatch.setattr(PoolWatch, "__enter__", lambda self: seen.append("pools") or self)
+    lead, small, reserved = rank.watch(job, optimizer, RunSpec(), BusyDevice())
     first = RunSpec().window.warmup + RunSpec().window.steps
-    assert seen == [first, first + 1, "small copies", first + 2, "drain"]
-    assert (len(lead.lead_s) if lead else None, small.readbacks_per_step) == (1, 0)
+    assert seen == [first, first + 1, "small copies", first + 2, "pools", first + 3, "drain"]
+    assert (len(lead.lead_s) if lead else None, small.readbacks_per_step, reserved) == (1, 0, None)
     assert rank.watch(job, optimizer, RunSpec(), Device.of(CPU))[0] is None, "no device to be ahead of"
 
 

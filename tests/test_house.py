@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -36,6 +39,36 @@ def test_ruff_would_format_nothing() -> None:
 )
 def test_mypy_strict_finds_nothing() -> None:
     check("mypy")
+
+
+def test_names_that_tests_take_from_our_modules_exist() -> None:
+    """Also in tests that this machine skips: nothing else here would see a name that moved."""
+    gone = [
+        f"{path.name}:{node.lineno}: {node.value.id}.{node.attr}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for tree in [ast.parse(path.read_text())]
+        for modules in [our_modules(tree)]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and (module := modules.get(node.value.id)) is not None
+        and not hasattr(module, node.attr)
+    ]
+    assert gone == []
+
+
+def our_modules(tree: ast.Module) -> dict[str, ModuleType]:
+    """By the name a file gives them; names it takes from them are looked up as well."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "offbench":
+            parent = importlib.import_module(node.module or "")
+            for alias in node.names:
+                name = f"{parent.__name__}.{alias.name}"
+                found[alias.asname or alias.name] = (
+                    importlib.import_module(name) if not hasattr(parent, alias.name) else getattr(parent, alias.name)
+                )
+    return {name: value for name, value in found.items() if isinstance(value, ModuleType)}
 
 
 def direct_dependencies() -> set[str]:

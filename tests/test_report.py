@@ -253,6 +253,34 @@ def test_markdown_marks_what_is_modelled_and_missing() -> None:
     assert "tok/s, modelled" not in headers(only([record(spec(world=8, nproc=8))]))
 
 
+POOLS = [
+    {"stream": "compute", "reserved_bytes": 30 * GIB, "most_bytes": 28 * GIB, "at_peak_bytes": 24 * GIB},
+    {"stream": "FSDP2 reduce-scatter", "reserved_bytes": 10 * GIB, "most_bytes": 9 * GIB, "at_peak_bytes": 9 * GIB},
+    {"stream": "optimizer in", "reserved_bytes": 2 << 20, "most_bytes": 1 << 20, "at_peak_bytes": 1 << 20},
+]
+
+
+def test_reserved_memory_is_told_apart_where_it_was_watched() -> None:
+    reserved = {"allocated_bytes": 32 * GIB, "in_use_bytes": 33 * GIB, "pools": POOLS}
+    watched = record(spec("chunked"), reserved=reserved, peak={"alloc_retries": 0})
+    group = only([record(spec()), watched])
+    lines = to_markdown([group]).splitlines()
+    assert "| chunked | - | 40.0 | 32.0 | 1.0 | 4.0 | 3.0 | 0 |" in lines
+    assert not [line for line in lines if line.startswith("| none | - | -")], "nobody looked there"
+    named = "compute 30.0 / 28.0 / 24.0, FSDP2 reduce-scatter 10.0 / 9.0 / 9.0"
+    (said,) = [line for line in lines if line.startswith("- chunked: GiB by pool")]
+    assert said.endswith(f": {named}"), "what a small pool has is in the machine formats"
+    found = json.loads(to_json([group], []))["groups"][0]["rows"]
+    assert [one["pools_spare_bytes"] for one in found] == [None, 3 * GIB + (1 << 20)]
+    assert [one["alloc_retries"] for one in found] == [None, 0]
+
+
+def test_a_row_whose_allocator_ran_out_says_so() -> None:
+    group = only([record(spec()), record(spec("chunked"), peak={"alloc_retries": 3})])
+    assert [note for note in group.notes if "out of memory" in note and note.startswith("chunked: 3 times")]
+    assert not [note for note in only([record(spec(), peak={"alloc_retries": 0})]).notes if "out of memory" in note]
+
+
 PHASES = {"forward": 0.5, "backward": 1.4, "clip": 0.02, "step": 0.03}
 LINK = {"in_bytes_per_s": 50.0 * GIB, "out_bytes_per_s": 50.0 * GIB, "both_bytes_per_s": 80.0 * GIB}
 STATE_S = 30_532_208_640 / (50 * GIB)

@@ -226,6 +226,10 @@ class OffloadedAdamW(torch.optim.AdamW):
         in_host = self.schedule.update == "host_memory" and chunk.index not in self._resident
         return in_host and self.device.type == "cuda"
 
+    def side_streams(self) -> dict[str, Any]:
+        """The device's streams that copies and updates run on, by name (`in`, `out`, `update`), those used so far."""
+        return self._streams.raw() if isinstance(self._streams, DeviceStreams) else {}
+
     def drain(self) -> None:
         """Return when no update is queued or in flight: parameters and `state` are those of the last step."""
         if self._engine is not None:

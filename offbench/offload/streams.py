@@ -182,6 +182,10 @@ class DeviceStreams:
             self._side[name] = DeviceStream(name, self._module, self._module.Stream(), self._timing)
         return self._side[name]
 
+    def raw(self) -> dict[str, Any]:
+        """The device's own side streams by name, those made so far."""
+        return {name: stream._raw for name, stream in self._side.items()}
+
     def foreign(self, stream: Any) -> DeviceStream:
         """Wrap a stream somebody else made."""
         if self._foreign is None or self._foreign._raw is not stream:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import gc
 import math
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,22 +28,28 @@ LONG = 20_000_000
 """Cycles that the reducing stream stands still behind each reduction: about 10 ms, longer than a layer's backward."""
 
 
-def model_of(device: torch.device, width: int) -> nn.ModuleList:
+class Stack(nn.Module):
+    def __init__(self, device: torch.device, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, device=device) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, hook: Callable[[Any], None] | None = None) -> torch.Tensor:
+        """hook: called in the backward, before each layer's."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if hook is not None:
+                x.register_hook(hook)
+        return x.square().mean()
+
+
+def model_of(device: torch.device, width: int) -> Stack:
+    """One reducing stream, that of the root: compute waits in each layer for the reduction of the one before."""
     torch.manual_seed(0)
-    model = nn.ModuleList(nn.Linear(width, width, bias=False, device=device) for _ in range(LAYERS))
+    model = Stack(device, width)
     mesh = init_device_mesh(device.type, (WORLD,))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)  # each a root of its own: compute waits for none of them within a backward
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
     return model
-
-
-def forward(model: nn.ModuleList, x: torch.Tensor, hook: Callable[[Any], None] | None = None) -> torch.Tensor:
-    """hook: called in the backward, before each layer's."""
-    for layer in model:
-        x = torch.tanh(layer(x))
-        if hook is not None:
-            x.register_hook(hook)
-    return x.square().mean()
 
 
 def pools(device: torch.device, tensors: list[torch.Tensor]) -> set[bool]:
@@ -68,7 +76,7 @@ def in_turn(device: torch.device, pooled: bool) -> tuple[set[bool], int, int]:
         torch.cuda.reset_peak_memory_stats(device)
     whose: set[bool] = set()
     for _ in range(2):
-        forward(model, torch.ones(2, 2048, device=device)).backward()
+        model(torch.ones(2, 2048, device=device)).backward()
         gradients = [p.grad.to_local() for p in model.parameters()]
         whose |= pools(device, gradients) if is_cuda else set()
         nbytes = gradients[0].untyped_storage().nbytes()
@@ -118,26 +126,27 @@ def accumulated(device: torch.device, pooled: bool) -> list[list[float]]:
     hook = scribble(device, width * width * 4 // WORLD)
     for micro in range(3):
         generator = torch.Generator(device).manual_seed(micro)
-        forward(model, torch.randn(4, width, device=device, generator=generator), hook).backward()
+        model(torch.randn(4, width, device=device, generator=generator), hook).backward()
     if pool is not None:
         assert pool.made == 3 * LAYERS
     return [p.grad.to_local().flatten().tolist() for p in model.parameters()]
 
 
-def _child(_: int, queue: mp.SimpleQueue) -> None:
+def _child(_: int, path: str) -> None:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     init_rehearsal(0, WORLD)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    queue.put({pooled: (in_turn(device, pooled), accumulated(device, pooled)) for pooled in (False, True)})
+    found = {pooled: (in_turn(device, pooled), accumulated(device, pooled)) for pooled in (False, True)}
+    Path(path).write_bytes(pickle.dumps(found))  # more than a queue takes before somebody reads it
     dist.destroy_process_group()
 
 
 @pytest.mark.gpu
-def test_gradients_and_activations_share_memory_and_nobody_writes_too_early() -> None:
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.start_processes(_child, (queue,), nprocs=1, start_method="spawn")
-    found = queue.get()
+def test_gradients_and_activations_share_memory_and_nobody_writes_too_early(tmp_path: Path) -> None:
+    path = tmp_path / "found"
+    mp.start_processes(_child, (str(path),), nprocs=1, start_method="spawn")
+    found = pickle.loads(path.read_bytes())
     (whose, reserved, allocated), expected = found[False]
     assert whose == {False}, "FSDP2's own way: another pool"
     (pooled_whose, pooled, pooled_allocated), gradients = found[True]
