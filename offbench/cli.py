@@ -185,7 +185,10 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the specs and commands; start nothing.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds one launch may take.")] = 1800,
     profile: Annotated[
-        Path | None, typer.Option(help="Keep traces of the steps after the window, of all ranks, in this folder.")
+        Path | None,
+        typer.Option(
+            help="Keep traces of the steps after the window and of one step's memory, of all ranks, in this folder."
+        ),
     ] = None,
     split: Annotated[
         bool,

@@ -13,8 +13,10 @@ is reserved is read at its end.
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -56,9 +58,10 @@ def names(model: nn.Module, side: Mapping[str, Any], compute: Any) -> dict[int, 
 class PoolWatch:
     """Keeps every allocation and release inside its `with` block; not while a step is measured."""
 
-    def __init__(self, device: Device, named: Callable[[], Mapping[int, str]]) -> None:
-        """named: asked when the block is left, by when FSDP2 has its streams."""
-        self._device, self._named = device, named
+    def __init__(self, device: Device, named: Callable[[], Mapping[int, str]], keep: Path | None = None) -> None:
+        """named: asked when the block is left, by when FSDP2 has its streams; keep: the file for what was seen, as
+        torch's own viewer reads it."""
+        self._device, self._named, self._keep = device, named, keep
         self._is_cuda = device.torch_device.type == "cuda"
         self._found: Reserved | None = None
 
@@ -78,6 +81,9 @@ class PoolWatch:
             if error is None:
                 self._device.synchronize()
                 snapshot = torch.cuda.memory._snapshot(self._device.torch_device)
+                if self._keep is not None:
+                    self._keep.parent.mkdir(parents=True, exist_ok=True)
+                    self._keep.write_bytes(pickle.dumps(snapshot))
                 self._found = summed_up(snapshot, self._device.torch_device.index or 0, self._named())
         finally:
             torch.cuda.memory._record_memory_history(None, device=self._device.torch_device)

@@ -104,7 +104,7 @@ def _run(
     hand_over(spec, report, local_rank, out, complete=False)
 
     progress.enter("extras")
-    report.host_lead, report.small_copies, report.reserved = watch(job, optimizer, spec, device)
+    report.host_lead, report.small_copies, report.reserved = watch(job, optimizer, spec, device, out)
     report.window_slope_s = check_window(job, optimizer, spec, device) if report.check_window else None
     report.trace, report.split, why_not = trace(job, optimizer, spec, device, out)
     report.warnings += [] if why_not is None else [f"no split of traced steps: {why_not}"]
@@ -225,7 +225,7 @@ def train(
 
 
 def watch(
-    job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device
+    job: Job, optimizer: OffloadedAdamW, spec: RunSpec, device: Device, out: Path
 ) -> tuple[HostLead | None, SmallCopies, Reserved | None]:
     """When all other figures are taken: see how far the host is ahead of the device in one more step, count and time
     the small copies of another, and see in a third in which pools reserved memory lies. A step before them brings back
@@ -239,7 +239,9 @@ def watch(
         train_step(job, optimizer, scheduler, recorder, None, number + 1)
     with SmallCopyWatch(device) as small:
         train_step(job, optimizer, scheduler, recorder, None, number + 2)
-    with PoolWatch(device, lambda: pools_of(job, optimizer, device)) as reserved:
+    kept = traces_of(spec, job, out)
+    memory = kept.with_name(f"{kept.name}-memory.pickle") if kept is not None else None
+    with PoolWatch(device, lambda: pools_of(job, optimizer, device), memory) as reserved:
         train_step(job, optimizer, scheduler, recorder, None, number + 3)
     optimizer.drain()
     clock.close()
@@ -272,8 +274,8 @@ def trace(
 ) -> tuple[str | None, Split | None, str | None]:
     """A few more steps, under the profiler: with --profile the trace's file name; of rank 0 their split, unless
     --no-split; and why there is no trace, or none that can be read, if there should be one."""
-    kept = os.environ.get("OFFBENCH_PROFILE")
-    if not kept and not os.environ.get("OFFBENCH_SPLIT"):
+    kept = traces_of(spec, job, out)
+    if kept is None and not os.environ.get("OFFBENCH_SPLIT"):
         return None, None, None
     recorder = profiler.TracedRecorder(device, spec.arm.readbacks)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -282,7 +284,7 @@ def trace(
         train_step(job, optimizer, scheduler, recorder, None, number)
 
     with tempfile.TemporaryDirectory() as spare:
-        path = Path(kept or spare) / f"{spec.arm.name}-{out.name}-rank{job.rank}.json.gz"
+        path = kept.with_name(f"{kept.name}.json.gz") if kept is not None else Path(spare) / "trace.json.gz"
         first = spec.window.warmup + spec.window.steps
         why = profiler.profile(step, first, path if kept or job.rank == 0 else None, device.torch_device)
         optimizer.drain()
@@ -293,6 +295,12 @@ def trace(
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
         return path.name if kept and path.exists() else None, found, why
+
+
+def traces_of(spec: RunSpec, job: Job, out: Path) -> Path | None:
+    """Where this rank keeps what it traces, with --profile: a folder and how its files begin."""
+    folder = os.environ.get("OFFBENCH_PROFILE")
+    return Path(folder) / f"{spec.arm.name}-{out.name}-rank{job.rank}" if folder else None
 
 
 def job_bus_id(env: dict[str, Any]) -> str | None:

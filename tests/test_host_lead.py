@@ -197,11 +197,11 @@ def test_the_watches_have_one_step_before_them_and_one_each(monkeypatch: pytest.
     monkeypatch.setattr(SmallCopyWatch, "__enter__", lambda self: seen.append("small copies") or self)
     monkeypatch.setattr(SmallCopyWatch, "__exit__", lambda *_: None)
     monkeypatch.setattr(PoolWatch, "__enter__", lambda self: seen.append("pools") or self)
-    lead, small, reserved = rank.watch(job, optimizer, RunSpec(), BusyDevice())
+    lead, small, reserved = rank.watch(job, optimizer, RunSpec(), BusyDevice(), Path())
     first = RunSpec().window.warmup + RunSpec().window.steps
     assert seen == [first, first + 1, "small copies", first + 2, "pools", first + 3, "drain"]
     assert (len(lead.lead_s) if lead else None, small.readbacks_per_step, reserved) == (1, 0, None)
-    assert rank.watch(job, optimizer, RunSpec(), Device.of(CPU))[0] is None, "no device to be ahead of"
+    assert rank.watch(job, optimizer, RunSpec(), Device.of(CPU), Path())[0] is None, "no device to be ahead of"
 
 
 def test_records_from_before_have_none() -> None:

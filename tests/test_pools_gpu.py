@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import gc
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
 
 from offbench.device import Device
-from offbench.pools import PoolWatch
+from offbench.pools import PoolWatch, summed_up
 
 MIB = 1 << 20
 
 
 @pytest.mark.gpu
-def test_pools_and_parts_are_the_allocators_own() -> None:
+def test_pools_and_parts_are_the_allocators_own(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     side = torch.cuda.Stream(device)
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    with PoolWatch(Device.of(device), lambda: {side.cuda_stream: "side"}) as watch:
+    with PoolWatch(Device.of(device), lambda: {side.cuda_stream: "side"}, tmp_path / "a" / "memory.pickle") as watch:
         early = torch.empty(256 * MIB, dtype=torch.uint8, device=device)
         del early  # compute's pool has its most now
         with torch.cuda.stream(side):
@@ -42,4 +44,5 @@ def test_pools_and_parts_are_the_allocators_own() -> None:
     assert found.allocated_bytes + found.held_bytes + found.apart_bytes + found.spare_bytes == found.reserved_bytes
     named = {pool.stream: pool for pool in found.pools}
     assert named["side"].most_bytes == named["side"].at_peak_bytes == 300 * MIB
-    torch.cuda.synchronize(device)
+    snapshot = pickle.loads((tmp_path / "a" / "memory.pickle").read_bytes())
+    assert summed_up(snapshot, 0, {}).pools[0].reserved_bytes == found.pools[0].reserved_bytes

@@ -81,7 +81,7 @@ def course(place: torch.device, folder: Path, **chosen: Any) -> dict[str, tuple[
                 rank.train_step(job, optimizer, scheduler, recorder, None, number)
 
             profiler.profile(step, 1, folder / f"{way}.json.gz", place)
-            found[way] = folder / f"{way}.json.gz", rank.watch(job, optimizer, spec, device)[1]
+            found[way] = folder / f"{way}.json.gz", rank.watch(job, optimizer, spec, device, folder)[1]
     optimizer.detach()
     dist.destroy_process_group()
     return found
