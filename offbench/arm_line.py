@@ -15,7 +15,7 @@ from offbench.options import Options
 SWITCHES = ("numa", "activation_offload")
 COUNTS = ("pieces", "slots", "lead", "ahead")
 WORDS = (
-    *("fsdp_copies", "readbacks", "gradient_pool", "memory_limit"),
+    *("fsdp_copies", "readbacks", "activation_copies", "gradient_pool", "memory_limit"),
     *("chunk", "state_budget", "staging", "at_loss", "first_step"),
 )
 

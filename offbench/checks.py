@@ -125,11 +125,16 @@ def _readbacks(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
 
 
 def _activations(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
-    """--activation-offload moved every block input out and back."""
+    """--activation-offload moved every block input out and back, all by kernels or none."""
+    w = spec.workload
+    steps = spec.window.warmup + spec.window.steps
+    by_kernel = 2 * w.layers * w.grad_accum * steps if spec.arm.activation_copies == "kernel" else 0
     for report in reports:
         out, back, planned = report.activations
         if not out == back == planned or bool(planned) != spec.workload.activation_offload:
             return f"rank {report.rank}: {out} bytes of activations out, {back} back, planned {planned} each way"
+        if report.kernel_activations != by_kernel:
+            return f"rank {report.rank}: {report.kernel_activations} block inputs went by kernels, not {by_kernel}"
     return None
 
 

@@ -108,6 +108,10 @@ def run(
     activation_offload: Annotated[
         bool, typer.Option("--activation-offload", help="Saved block inputs go to host memory too.")
     ] = False,
+    activation_copies: Annotated[
+        str | None,
+        typer.Option(help="With it: copy (default), by the copy engines; or kernel, past what state they move."),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="qwen3-30b-a3b or tiny; by default tiny without a GPU.")] = None,
     layers: Annotated[
         int | None, typer.Option(help="Depth; by default the model's own, or what fits the GPU.")
@@ -215,6 +219,7 @@ def run(
         readbacks=readbacks,
         gradient_pool=gradient_pool,
         activation_offload=activation_offload,
+        activation_copies=activation_copies,
         model=model,
         layers=layers,
         seq_len=seq_len,

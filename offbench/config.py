@@ -26,6 +26,7 @@ _LATER = (
     ("arm", "readbacks", "copy"),
     ("arm", "memory_limit", None),
     ("arm", "gradient_pool", "stock"),
+    ("arm", "activation_copies", "copy"),
 )
 """Fields newer than the first records, with the values that leave a spec what it was."""
 
@@ -83,6 +84,8 @@ class ArmSpec(Frozen):
     """kernel: FSDP2's copy-in and copy-out without uploads of pointer tables (`offbench.offload.small_copies`)."""
     readbacks: Literal["copy", "kernel"] = "copy"
     """kernel: expert counts, loss and norm reach the host without the copy engine (`offbench.offload.readback`)."""
+    activation_copies: Literal["copy", "kernel"] = "copy"
+    """kernel: with activation offload, block inputs travel without the copy engines, which may be busy with state."""
     gradient_pool: Literal["stock", "compute"] = "stock"
     """compute: sharded gradients in memory that activations can have, too (`offbench.offload.gradient_pool`)."""
     memory_limit: int | None = Field(default=None, ge=1)

@@ -30,7 +30,7 @@ def axes(spec: RunSpec, numa: str | None = None, auto_budgets: Sequence[int] = (
     if arm.memory_limit is not None:
         parts.append(f"memory limit {show_size(arm.memory_limit)}")
     if spec.workload.activation_offload:
-        parts.append("activation offload")
+        parts.append("activation offload" + (" by kernels" if arm.activation_copies == "kernel" else ""))
     if arm.first_step == "whole":
         parts.append("whole first step")
     if arm.chunk_bytes is not None and arm.chunk_bytes != (shape.chunk_bytes if shape else None):

@@ -26,6 +26,7 @@ class Options:
     numa: bool = False
     fsdp_copies: str | None = None
     readbacks: str | None = None
+    activation_copies: str | None = None
     gradient_pool: str | None = None
     model: str | None = None
     layers: int | None = None

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 PROBE_BYTES = 4 * GIB
 """Half of it is read, half written. Such probes gave 80.6 to 83.8 GiB/s both ways over the launches of
 results/h200-rehearsal-native.jsonl, one kind of machine and its native link."""
+FIRST_STEPS = 2
+"""The first compiles, and the backward of the second is the first that finds state staged: what only these two needed
+is no part of the memory of a step."""
 COLLECT_EVERY = 50
 """Steps between garbage collections; automatic ones would hit single steps of single ranks."""
 
@@ -199,7 +202,8 @@ def train(
     env: dict[str, Any],
     auto: AutoBudget | None = None,
 ) -> None:
-    """Warm-up and window. The GPU's condition is read under load, in the last warm-up step."""
+    """Warm-up and window. Before the last warm-up step the allocator gives back what only the first steps needed
+    (`--state-budget auto` has its own times for that). The GPU's condition is read under load, in that step."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     gc.disable()
     loss = job.model.norm.register_forward_pre_hook(lambda *_: recorder.loss_begins())
@@ -211,6 +215,8 @@ def train(
     for step in range(recorder.total):
         if auto is not None:
             auto.before(step)
+        elif FIRST_STEPS <= step == recorder.warmup - 1:
+            recorder.device.trim()
         phase = "warmup" if step < recorder.warmup else "measure"
         loaded = under_load if step + 1 == recorder.warmup else None
         train_step(job, optimizer, scheduler, recorder, replica, step, loaded)

@@ -62,6 +62,8 @@ class RankReport:
     activations: tuple[int, int, int]
     """Bytes of activations moved out and in, and planned each way, over all steps."""
     expert_load: float | None
+    kernel_activations: int = 0
+    """Block inputs that kernels moved, out and in."""
     state_budget: int | None = None
     """Bytes that --state-budget auto came to."""
     kernel_copies: int = 0
@@ -130,6 +132,7 @@ def describe(
         drained_bytes=recorder.device.allocated(),
         activations=activations(spec, job, recorder.total),
         expert_load=job.expert_load(),
+        kernel_activations=offload.by_kernel if offload else 0,
         kernel_reads=kernel_reads(job),
         broadcast=replica.describe() if replica else None,
         stale=replica.differences() if replica else [],

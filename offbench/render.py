@@ -217,6 +217,7 @@ def figures(row: Row) -> dict[str, Any]:
         "readbacks": row.spec.arm.readbacks,
         "gradient_pool": row.spec.arm.gradient_pool,
         "memory_limit": row.spec.arm.memory_limit,
+        "activation_copies": row.spec.arm.activation_copies,
         "activation_offload": row.activation_offload,
         "first_step": row.spec.arm.first_step,
         "chunk_bytes": row.spec.arm.chunk_bytes,

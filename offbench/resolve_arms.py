@@ -77,10 +77,14 @@ def _axes(options: Options, device: Literal["cuda", "cpu"]) -> dict[str, Any]:
     found = {
         "fsdp_copies": usual[0] if options.fsdp_copies is None else options.fsdp_copies,
         "readbacks": usual[1] if options.readbacks is None else options.readbacks,
+        "activation_copies": options.activation_copies or "copy",
         "gradient_pool": "stock" if options.gradient_pool is None else options.gradient_pool,
     }
     one_of("--fsdp-copies", found["fsdp_copies"], ("stock", "kernel"))
     one_of("--readbacks", found["readbacks"], ("copy", "kernel"))
+    one_of("--activation-copies", found["activation_copies"], ("copy", "kernel"))
+    if options.activation_copies is not None and not options.activation_offload:
+        raise UsageError("--activation-copies: only with --activation-offload")
     one_of("--gradient-pool", found["gradient_pool"], ("stock", "compute"))
     limit = None if options.memory_limit is None else parse_size("--memory-limit", options.memory_limit)
     return {**found, "memory_limit": limit}
@@ -105,6 +109,7 @@ def _table(options: Options, chunk: int) -> list[tuple[ArmSpec, bool]]:
         "--activation-offload": options.activation_offload,
         "--fsdp-copies": options.fsdp_copies == "kernel",
         "--readbacks": options.readbacks == "kernel",
+        "--activation-copies": options.activation_copies,
         "--gradient-pool": options.gradient_pool == "compute",
         "--memory-limit": options.memory_limit,
         "--first-step": options.first_step,

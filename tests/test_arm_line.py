@@ -33,12 +33,13 @@ def test_every_option_of_an_arm_can_be_its_own() -> None:
     fields = {flag_of(name).removeprefix("--").replace("-", "_") for name in OPTIONS}
     assert fields < {*SWITCHES, *COUNTS, *WORDS}
     text = "stream --numa --activation-offload --fsdp-copies stock --readbacks copy --memory-limit 99GiB --chunk 1GiB "
-    text += "--state-budget 3GiB --pieces 2 --staging 2GiB --at-loss 9GiB --lead 2 --ahead 1 --gradient-pool compute"
+    text += "--state-budget 3GiB --pieces 2 --staging 2GiB --at-loss 9GiB --lead 2 --ahead 1 --gradient-pool compute "
+    text += "--activation-copies kernel"
     (spec,) = resolve(Options(arm=(text,), layers=48), host(1)).specs
     assert spec.workload.activation_offload
     assert axes(spec) == (
-        "numa, gradient pool compute, memory limit 99.0GiB, activation offload, state budget 3.0GiB, staging 2.0GiB, "
-        "at loss 9.0GiB, pieces 2, lead 2, ahead 1"
+        "numa, gradient pool compute, memory limit 99.0GiB, activation offload by kernels, state budget 3.0GiB, "
+        "staging 2.0GiB, at loss 9.0GiB, pieces 2, lead 2, ahead 1"
     ).replace(".0GiB", "GiB")
     said = parse(text, Options())
     given = {f"--{name.replace('_', '-')}" for name in said.own}

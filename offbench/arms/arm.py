@@ -46,6 +46,7 @@ class Arm:
         numa: bool = False,
         fsdp_copies: str = "stock",
         readbacks: str = "copy",
+        activation_copies: str = "copy",
         gradient_pool: str = "stock",
         memory_limit: int | None = None,
         **options: object,
@@ -64,6 +65,7 @@ class Arm:
             "numa": numa,
             "fsdp_copies": fsdp_copies,
             "readbacks": readbacks,
+            "activation_copies": activation_copies,
             "gradient_pool": gradient_pool,
             "memory_limit": memory_limit,
         }

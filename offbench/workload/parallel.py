@@ -161,7 +161,8 @@ def _activation_offload(
     w = spec.workload
     if not w.activation_offload:
         return None
-    return ActivationOffload(w.layers, (w.micro_batch, w.seq_len, shape.hidden), dtype, device)
+    size = (w.micro_batch, w.seq_len, shape.hidden)
+    return ActivationOffload(w.layers, size, dtype, device, spec.arm.activation_copies)
 
 
 def shard(model: Qwen3Moe, dp: DeviceMesh, efsdp: DeviceMesh, param_dtype: torch.dtype) -> None:

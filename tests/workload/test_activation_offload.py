@@ -17,19 +17,46 @@ def with_offload(rank, spec):
     job = build(spec, rank, jobs.CPU)
     loss = jobs.backward(job)
     offload = job.activation_offload
-    return loss, jobs.gradients(job), offload.out_bytes, offload.in_bytes, offload.host_bytes
+    counts = offload.out_bytes, offload.in_bytes, offload.host_bytes, offload.by_kernel
+    return loss, jobs.gradients(job), *counts
+
+
+def both_ways(rank, plain, spec):
+    """Without offload, then by the copy engines and by kernels."""
+    expected = jobs.loss_and_gradients(rank, plain, torch.bfloat16)
+    found = []
+    for way in ("copy", "kernel"):
+        arm = spec.arm.model_copy(update={"activation_copies": way})
+        found.append(with_offload(rank, spec.model_copy(update={"arm": arm})))
+    return expected, found
 
 
 def test_loss_and_gradients_are_bitwise_those_without_offload():
     chosen = {"ep": 2, "layers": 3, "grad_accum": 2}
-    plain = on_ranks(2, jobs.loss_and_gradients, jobs.spec(2, **chosen), torch.bfloat16)
-    moved = on_ranks(2, with_offload, jobs.spec(2, activation_offload=True, **chosen))
+    specs = jobs.spec(2, **chosen), jobs.spec(2, activation_offload=True, **chosen)
     one_input = 32 * find("tiny").hidden * 2
-    for (loss, grads), (loss_too, grads_too, out, back, held) in zip(plain, moved, strict=True):
-        assert torch.equal(loss, loss_too)
-        assert all(torch.equal(grads[name], grads_too[name]) for name in grads)
-        assert out == back == 2 * 3 * one_input
-        assert held == 3 * one_input
+    for (loss, grads), found in on_ranks(2, both_ways, *specs):
+        for loss_too, grads_too, out, back, held, _ in found:
+            assert torch.equal(loss, loss_too)
+            assert all(torch.equal(grads[name], grads_too[name]) for name in grads)
+            assert out == back == 2 * 3 * one_input
+            assert held == 3 * one_input
+        assert [by_kernel for *_, by_kernel in found] == [0, 2 * 2 * 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [(1, 4, 6), (1, 3, 5)])
+def test_by_kernels_every_bit_comes_back(dtype, size):
+    """Zeros of both signs, NaNs with a payload and subnormal numbers, in whole words and not."""
+    offload = ActivationOffload(1, size, dtype, jobs.CPU, "kernel")
+    generator = torch.Generator().manual_seed(0)
+    nbytes = dtype.itemsize * size[1] * size[2]
+    raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    tensor = raw.view(dtype).view(size).clone()
+    back = offload._load(offload._save(0, tensor))
+    assert back.shape == tensor.shape
+    assert torch.equal(back.view(-1).view(torch.uint8), raw)
+    assert offload.by_kernel == 2
 
 
 def model_and_tokens():
