@@ -188,27 +188,3 @@ def test_what_was_tried_and_left_out() -> None:
     forward = [max(p["peak_gib"] for p in rows[: untils.index("before norm")]) for rows in (larger, base)]
     assert "the most in a forward was {:.1f} GiB, before {:.1f},".format(*forward) in PROSE
     assert most >= forward[0]
-
-
-def test_what_is_reserved_is_never_needed_at_a_time() -> None:
-    peaks = [p for p in TRIED["peaks"] if p["at_loss_gib"] == 9.93]
-    forward = [p["until"] for p in peaks].index("after loss")
-    rows = table("until")
-    named = {
-        "block 8 of the forward": (peaks[: forward + 1], "before block 8"),
-        "block 40 of the forward": (peaks[: forward + 1], "before block 40"),
-        "the loss is over": (peaks[: forward + 1], "after loss"),
-        "block 40 of the backward": (peaks[forward:], "before block 40"),
-        "block 8 of the backward": (peaks[forward:], "before block 8"),
-        "gradients are there, all of them": (peaks[forward:], "before clip"),
-    }
-    for (name, (half, until)), (most, then) in zip(named.items(), rows, strict=True):
-        assert f"| {name} | {most} | {then} |" in NOTES
-        (found,) = [p for p in half if p["until"] == until]
-        assert (most, then) == (f"{found['peak_gib']:.1f}", f"{found['allocated_gib']:.1f}"), name
-    (reserved,) = {p["reserved_gib"] for p in peaks}
-    most_ever = max(p["peak_gib"] for p in peaks)
-    assert f"{reserved:.1f} GiB in the step below, of which never more than {most_ever:.1f} are allocated" in PROSE
-    assert f"({reserved - most_ever:.0f} GiB more in one measured step" in GUIDE
-    (none,) = {f"{r.peak.steady_reserved_bytes / GIB:.1f}" for r in NONES}
-    assert f"that of `none` from {none} to between" in PROSE

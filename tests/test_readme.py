@@ -96,7 +96,8 @@ def test_the_table_of_latest_rows() -> None:
     steps = [step.step_s for step in none.steps if step.step_s]
     assert (max(steps) - min(steps)) / median(steps) > percent[0] / 100
     assert f"with {less[1]:.1f} GiB less two took {percent[1]:.1f} and {percent[2]:.1f} %" in PROSE
-    emulated_pairs(cells[4:])
+    emulated_pairs(cells[4:6])
+    long_batches(cells[6])
     rows = json.loads((ROOT / "results" / "h200-waiting-streams.json").read_text())
     assert (
         "in by {} to {} % and out by {} to {} %".format(*lost_percent(rows, "in"), *lost_percent(rows, "out")) in PROSE
@@ -120,6 +121,17 @@ def emulated_pairs(lines: list[list[str]]) -> None:
     percent = 100 * ((auto.x_none or 1) - 1)
     less = peak_gib(none) - peak_gib(auto)
     assert f"with {less:.1f} GiB less on the GPU takes {percent:.1f} % longer than `none`" in PROSE
+
+
+def long_batches(line: list[str]) -> None:
+    """The line of five samples a step, where activations make the peak."""
+    none, stream, chunked, *_ = of("long")
+    assert none.step_s
+    assert stream.step_s
+    assert f"{(stream.state.device_bytes or 0) / GIB:.1f} GiB kept, five samples a step" in line[0]
+    peaks = [f"{(r.peak.steady_allocated_bytes or 0) / GIB:.1f}" for r in (stream, none, chunked)]
+    assert line[1:4] == ["native", f"{stream.step_s / none.step_s:.3f}", peaks[0]]
+    assert line[4] == f"[one](results/h200-long.md); `none` {peaks[1]}, chunked {peaks[2]}"
 
 
 def lost_percent(rows: list[dict[str, Any]], direction: str) -> tuple[int, int]:

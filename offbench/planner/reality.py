@@ -38,6 +38,10 @@ LAUNCHES = "the host launched late: in traced steps compute had nothing queued f
 SHARED = "its ranks probe the link at the same moment, and copies of its job met less: both ways they made"
 SLOWER = "its copies were slower than its launch probed: both ways, from first to last, they made"
 KERNELS = "its updates moved their own state, both ways, at"
+BEHIND_STATE = (
+    "the inputs of blocks waited behind state on the copy engines, which is not simulated; --activation-copies kernel "
+    "moves them past it"
+)
 LARGE = "state of one parameter moves whole; that it takes staging in one piece is not simulated:"
 
 
@@ -95,6 +99,7 @@ def against(records: Sequence[RunRecord]) -> tuple[list[Compared], list[str]]:
             at_own_rate = simulate(schedule, layout, compute, own, small_copies_wait=waiting(record))
             reasons = (
                 _unbound(record, remote.step_s),
+                _behind_state(record, step_s),
                 _launches(record, step_s, traced),
                 _unsteady(record, step_s),
                 _shared(record, links, own, at_own_rate.step_s, schedule.update == "host_memory"),
@@ -166,6 +171,14 @@ def _unbound(record: RunRecord, remote_s: float) -> str | None:
     arm = record.spec.arm
     remote = record.source == "published" and not arm.numa and arm.name != "none"
     return f"{UNBOUND} it takes {remote_s:.3f} s" if remote else None
+
+
+def _behind_state(record: RunRecord, simulated_s: float) -> str | None:
+    """Activations on the copy engines that move state at the same time."""
+    at_once = record.spec.workload.activation_offload and record.spec.arm.activation_copies == "copy"
+    deferred = (schedule := sources.schedule_of(record)) is not None and schedule.deferred
+    late = record.step_s is not None and simulated_s < record.step_s
+    return BEHIND_STATE if at_once and deferred and late and record.source == "measured" else None
 
 
 def _launches(record: RunRecord, simulated_s: float, traced: Traced | None) -> str | None:
