@@ -194,6 +194,10 @@ def run(
             help="Keep traces of the steps after the window and of one step's memory, of all ranks, in this folder."
         ),
     ] = None,
+    watch: Annotated[
+        bool,
+        typer.Option(help="Four steps after the window: the host's lead, small copies, where reserved memory lies."),
+    ] = True,
     split: Annotated[
         bool,
         typer.Option(help="On a GPU, trace two steps after the window: where their time went, for the record."),
@@ -209,6 +213,7 @@ def run(
 ) -> None:
     """Launch arms under torchrun, measure them, and append one record per launch."""
     from offbench.commands import RunFlags, run_command
+    from offbench.extras import Extras
     from offbench.options import Options
 
     options = Options(
@@ -259,9 +264,7 @@ def run(
         resume=resume,
         dry_run=dry_run,
         timeout_s=timeout,
-        profile=profile,
-        check_window=check_window,
-        split=split,
+        extras=Extras(watch=watch, check_window=check_window, split=split, profile=profile),
     )
     raise typer.Exit(run_command(options, flags, make_launcher()))
 

@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from offbench.arms import ALIASES, ARMS
 from offbench.config import RunSpec
 from offbench.errors import RecordError, UsageError
 from offbench.estimate import cautions, estimate, shortfalls
+from offbench.extras import USUAL, Extras
 from offbench.hardware import Hardware, detect
 from offbench.launcher import Launcher
 from offbench.naming import arm_name
@@ -44,10 +45,7 @@ class RunFlags:
     resume: bool
     dry_run: bool
     timeout_s: float
-    profile: Path | None = None
-    """Folder for traces."""
-    check_window: bool = False
-    split: bool = True
+    extras: Extras = USUAL
 
 
 def run_command(options: Options, flags: RunFlags, launcher: Launcher) -> int:
@@ -59,8 +57,9 @@ def run_command(options: Options, flags: RunFlags, launcher: Launcher) -> int:
     resolved = resolve(options, hardware)
     refuse_hopeless(resolved, hardware)
     path = flags.results or default_results()
-    launcher.profile = None if flags.dry_run else flags.profile and writable_folder("--profile", flags.profile)
-    launcher.check_window, launcher.split = flags.check_window, flags.split
+    asked = flags.extras.profile
+    folder = writable_folder("--profile", asked) if asked is not None and not flags.dry_run else None
+    launcher.extras = replace(flags.extras, profile=folder)
     results = open_results(path, flags.dry_run)
     past = read_past(path)
     env = environment.capture(hardware.gpus[0].bus_id if resolved.specs[0].mode.device == "cuda" else None)

@@ -12,6 +12,7 @@ from typing import Any
 
 from offbench import environment
 from offbench.config import GIB, RunSpec
+from offbench.extras import USUAL
 from offbench.launcher import Exit
 from offbench.progress import Progress, ProgressTail
 
@@ -25,9 +26,7 @@ class FakeLauncher:
     def __init__(self, outcomes: Mapping[str, Outcome | list[Outcome]] | None = None) -> None:
         self.outcomes = dict(outcomes or {})
         self.launched: list[RunSpec] = []
-        self.profile: Path | None = None
-        self.check_window = False
-        self.split = True
+        self.extras = USUAL
 
     def command(self, spec: RunSpec, folder: Path) -> list[str]:
         return ["fake", spec.arm.name, str(folder)]

@@ -24,6 +24,7 @@ from typing import Protocol
 import psutil
 
 from offbench.config import RunSpec
+from offbench.extras import USUAL, Extras
 from offbench.failure import signal_with_parent
 from offbench.progress import Progress, ProgressTail
 
@@ -51,12 +52,8 @@ class Exit:
 class Launcher(Protocol):
     """Runs one spec in a folder. The worker's files in that folder are the result."""
 
-    profile: Path | None
-    """Folder for traces of a few steps after the window; None: none is kept."""
-    check_window: bool
-    """Whether two more windows check `step_s`."""
-    split: bool
-    """Whether rank 0 traces these steps for the record, on a GPU."""
+    extras: Extras
+    """What each launch does after its window."""
 
     def command(self, spec: RunSpec, folder: Path) -> list[str]:
         """The command line that `launch` runs."""
@@ -71,9 +68,7 @@ class TorchrunLauncher:
     def __init__(self, worker: str = "offbench.worker", env: Mapping[str, str] | None = None) -> None:
         self.worker = worker
         self.env = dict(os.environ if env is None else env)
-        self.profile: Path | None = None
-        self.check_window = False
-        self.split = True
+        self.extras = USUAL
 
     def command(self, spec: RunSpec, folder: Path) -> list[str]:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -87,7 +82,7 @@ class TorchrunLauncher:
         with (folder / "torchrun.log").open("wb") as log:
             process = subprocess.Popen(
                 self.command(spec, folder),
-                env=launch_env(spec, folder, self.env, self.profile, self.check_window, self.split),
+                env=launch_env(spec, folder, self.env, self.extras),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -103,20 +98,10 @@ class TorchrunLauncher:
                 end_all(process, folder)
 
 
-def launch_env(
-    spec: RunSpec,
-    folder: Path,
-    base: Mapping[str, str],
-    profile: Path | None = None,
-    check_window: bool = False,
-    split: bool = True,
-) -> dict[str, str]:
-    """The launch's environment. OMP_NUM_THREADS is always set, because torchrun sets it for some rank counts only.
-    split: trace two more steps for the record, on a GPU."""
+def launch_env(spec: RunSpec, folder: Path, base: Mapping[str, str], extras: Extras = USUAL) -> dict[str, str]:
+    """The launch's environment. OMP_NUM_THREADS is always set, because torchrun sets it for some rank counts only."""
     env = {**base, "OFFBENCH_SPEC": str(folder / "spec.json"), "OFFBENCH_OUT": str(folder)}
-    env["OFFBENCH_PROFILE"] = str(profile.absolute()) if profile is not None else ""
-    env["OFFBENCH_CHECK_WINDOW"] = "1" if check_window else ""
-    env["OFFBENCH_SPLIT"] = "1" if split and spec.mode.device == "cuda" else ""
+    env |= extras.variables(spec.mode.device)
     share = max(1, len(os.sched_getaffinity(0)) // spec.mode.nproc)
     env.setdefault("OMP_NUM_THREADS", str(min(8, share)))
     if spec.mode.device == "cuda":

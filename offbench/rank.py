@@ -19,6 +19,7 @@ from offbench.auto_budget import AutoBudget
 from offbench.config import GIB, RunSpec
 from offbench.device import Device
 from offbench.estimate import estimate
+from offbench.extras import Extras
 from offbench.hardware import load_nvml
 from offbench.host_lead import HostClock, HostLeadWatch
 from offbench.offload import OffloadedAdamW
@@ -103,11 +104,13 @@ def _run(
     if auto is not None:
         report.state_budget = auto.chosen
         report.warnings += auto.warnings
-    report.check_window = bool(os.environ.get("OFFBENCH_CHECK_WINDOW"))
+    extras = Extras.of()
+    report.check_window = extras.check_window
     hand_over(spec, report, local_rank, out, complete=False)
 
     progress.enter("extras")
-    report.host_lead, report.small_copies, report.reserved = watch(job, optimizer, spec, device, out)
+    if extras.watch:
+        report.host_lead, report.small_copies, report.reserved = watch(job, optimizer, spec, device, out)
     report.window_slope_s = check_window(job, optimizer, spec, device) if report.check_window else None
     report.trace, report.split, why_not = trace(job, optimizer, spec, device, out)
     report.warnings += [] if why_not is None else [f"no split of traced steps: {why_not}"]
@@ -281,7 +284,7 @@ def trace(
     """A few more steps, under the profiler: with --profile the trace's file name; of rank 0 their split, unless
     --no-split; and why there is no trace, or none that can be read, if there should be one."""
     kept = traces_of(spec, job, out)
-    if kept is None and not os.environ.get("OFFBENCH_SPLIT"):
+    if kept is None and not Extras.of().split:
         return None, None, None
     recorder = profiler.TracedRecorder(device, spec.arm.readbacks)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -305,8 +308,8 @@ def trace(
 
 def traces_of(spec: RunSpec, job: Job, out: Path) -> Path | None:
     """Where this rank keeps what it traces, with --profile: a folder and how its files begin."""
-    folder = os.environ.get("OFFBENCH_PROFILE")
-    return Path(folder) / f"{spec.arm.name}-{out.name}-rank{job.rank}" if folder else None
+    folder = Extras.of().profile
+    return folder / f"{spec.arm.name}-{out.name}-rank{job.rank}" if folder is not None else None
 
 
 def job_bus_id(env: dict[str, Any]) -> str | None:

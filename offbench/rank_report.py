@@ -72,7 +72,7 @@ class RankReport:
     """Results of a reduction that were made in compute's pool."""
     kernel_reads: int = 0
     """Expert counts that reached the host by a kernel instead of a copy."""
-    small_copies: SmallCopies = field(default_factory=SmallCopies)
+    small_copies: SmallCopies | None = None
     host_lead: HostLead | None = None
     reserved: Reserved | None = None
     pages: RankPages | None = None
@@ -243,7 +243,7 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "mfu": mfu(spec, figures.step_s, first.env.get("gpu")),
         "peak": peak,
         "moved": first.moved,
-        "small_copies": worst([r.small_copies for r in reports]),
+        "small_copies": worst(small) if (small := [r.small_copies for r in reports if r.small_copies]) else None,
         "host_lead": first.host_lead,
         "reserved": Reserved.worst(r.reserved for r in reports),
         "state": first.state,

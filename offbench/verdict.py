@@ -11,7 +11,9 @@ from offbench.record import RunRecord
 from offbench.units import gib
 
 HIDDEN = 0.02
-"""An arm within this share of `none` has nothing left to gain."""
+"""An arm within this share of `none` has little left to gain."""
+NOTHING = 0.005
+"""And within this one nothing."""
 
 
 def verdicts(records: Iterable[RunRecord], numa_nodes: int = 1) -> list[str]:
@@ -52,10 +54,12 @@ def next_step(row: Row, numa_nodes: int = 1) -> str:
     if row.same and row.x_none - 1 > HIDDEN:
         return "That is less than launches of one arm differ by; repeat both with more --launches."
     if row.same or row.x_none - 1 <= HIDDEN:
+        is_nothing = row.same or row.x_none - 1 <= NOTHING
+        exposed = "Nothing is exposed" if is_nothing else f"{row.x_none - 1:.1%} of a step is left to gain"
         if row.arm == "zerocopy":
-            return "Nothing is exposed, and nothing is staged."
+            return f"{exposed}, and nothing is staged."
         held = "fewer --slots" if (row.spec.arm.slots or 0) > 1 else "--arm chunked"
-        return f"Nothing is exposed; {held} would hold less memory."
+        return f"{exposed}; {held} would hold less memory."
     if row.arm == "main":
         return "Try --arm chunked: both directions at once, and less memory."
     if not row.spec.arm.numa and numa_nodes > 1:
@@ -66,6 +70,8 @@ def next_step(row: Row, numa_nodes: int = 1) -> str:
         return "Try a larger --state-budget, or --arm stream."
     if waits := _small_copies(row.spec):
         return f"Try {waits}."
+    if row.spec.workload.activation_offload and row.spec.arm.activation_copies == "copy" and row.arm != "chunked":
+        return "Try --activation-copies kernel: block inputs wait for state on the copy engines."
     if row.arm == "stream":
         return "Try a larger --state-budget."
     slots = row.spec.arm.slots

@@ -35,7 +35,7 @@ class ForkedLauncher(TorchrunLauncher):
     def launch(self, spec: RunSpec, folder: Path, timeout_s: float, on_progress: Callable[[Progress], None]) -> Exit:
         (folder / "logs").mkdir()
         (folder / "spec.json").write_text(spec.canonical())
-        env = launch_env(spec, folder, self.env, self.profile, self.check_window)
+        env = launch_env(spec, folder, self.env, self.extras)
         port = socket.create_server(("localhost", 0))
         env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port.getsockname()[1])}
         env |= {"WORLD_SIZE": str(spec.mode.nproc), "TORCHELASTIC_USE_AGENT_STORE": "True"}

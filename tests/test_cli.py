@@ -235,8 +235,8 @@ def test_profile_goes_to_a_folder_that_is_checked_first(
 ) -> None:
     words = ["run", "--arm", "none", "--results", "o.jsonl", "--profile"]
     assert cli.main([*words, "traces/new"]) == 0
-    assert launcher.profile == Path("traces/new")
-    assert launcher.split
+    assert launcher.extras.profile == Path("traces/new")
+    assert launcher.extras.split
     assert (tmp_path / "traces/new").is_dir()
     (tmp_path / "file").touch()
     assert cli.main([*words, "file/below"]) == 2
@@ -248,7 +248,11 @@ def test_profile_goes_to_a_folder_that_is_checked_first(
 
 def test_the_split_can_be_left_out(launcher: FakeLauncher) -> None:
     assert cli.main(["run", "--arm", "none", "--results", "o.jsonl", "--no-split"]) == 0
-    assert not launcher.split
+    assert not launcher.extras.split
+    assert launcher.extras.watch
+    assert cli.main(["run", "--arm", "main", "--results", "o.jsonl", "--no-watch"]) == 0
+    assert launcher.extras.split
+    assert not launcher.extras.watch
 
 
 def test_report_is_machine_readable(launcher: FakeLauncher, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from offbench import launcher
 from offbench.config import Mode, RunSpec, Workload
+from offbench.extras import Extras
 from offbench.launcher import Exit, TorchrunLauncher, end_all, launch_env, members
 from offbench.outcome import AFTERWARDS, UNENDED, classify
 from offbench.progress import Progress
@@ -185,9 +186,12 @@ def test_the_environment_is_explicit(tmp_path: Path) -> None:
     assert launch_env(RunSpec(), tmp_path, {})["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert cuda["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert (cuda["OFFBENCH_PROFILE"], cuda["OFFBENCH_CHECK_WINDOW"]) == ("", "")
-    assert launch_env(SPEC, tmp_path, {}, check_window=True)["OFFBENCH_CHECK_WINDOW"] == "1"
+    assert launch_env(SPEC, tmp_path, {}, Extras(check_window=True))["OFFBENCH_CHECK_WINDOW"] == "1"
     assert (cuda["OFFBENCH_SPLIT"], cpu["OFFBENCH_SPLIT"]) == ("1", ""), "a CPU has no queue to look at"
-    assert launch_env(RunSpec(), tmp_path, {}, split=False)["OFFBENCH_SPLIT"] == ""
+    assert launch_env(RunSpec(), tmp_path, {}, Extras(split=False))["OFFBENCH_SPLIT"] == ""
+    for extras in (Extras(watch=False, split=False), Extras(check_window=True, profile=tmp_path / "kept")):
+        assert Extras.of(launch_env(RunSpec(), tmp_path, {}, extras)) == extras
+    assert Extras.of({}) == Extras(split=False), "a rank that nobody launched"
 
 
 def test_the_command_names_every_choice(tmp_path: Path) -> None:
