@@ -44,18 +44,21 @@ def test_loss_and_gradients_are_bitwise_those_without_offload():
         assert [by_kernel for *_, by_kernel in found] == [0, 2 * 2 * 3]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [(1, 4, 6), (1, 3, 5)])
-def test_by_kernels_every_bit_comes_back(dtype, size):
+@pytest.mark.parametrize("size", [(1, 4, 6), (1, 3, 5), (1, 512, 2048)])
+def test_by_kernels_every_bit_comes_back(device, dtype, size):
     """Zeros of both signs, NaNs with a payload and subnormal numbers, in whole words and not."""
-    offload = ActivationOffload(1, size, dtype, jobs.CPU, "kernel")
+    place = torch.device(device)
+    offload = ActivationOffload(1, size, dtype, place, "kernel")
     generator = torch.Generator().manual_seed(0)
     nbytes = dtype.itemsize * size[1] * size[2]
     raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
-    tensor = raw.view(dtype).view(size).clone()
+    tensor = raw.view(dtype).view(size).to(place)
     back = offload._load(offload._save(0, tensor))
-    assert back.shape == tensor.shape
-    assert torch.equal(back.view(-1).view(torch.uint8), raw)
+    assert (back.shape, back.device) == (tensor.shape, tensor.device)
+    assert back.data_ptr() != tensor.data_ptr()
+    assert torch.equal(back.view(-1).view(torch.uint8).cpu(), raw)
     assert offload.by_kernel == 2
 
 
