@@ -103,7 +103,10 @@ def _fsdp_copies(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
 
 
 def _gradient_pool(spec: RunSpec, reports: Sequence[RankReport]) -> str | None:
-    """--gradient-pool reached FSDP2: at least one reduction for each layer and step, or none at all."""
+    """--gradient-pool reached FSDP2: with compute at least one reduction for each layer and step, with stock none at
+    all; auto finds its own share."""
+    if spec.arm.gradient_pool == "auto":
+        return None
     asked = spec.arm.gradient_pool == "compute"
     least = spec.workload.layers * (spec.window.warmup + spec.window.steps) if asked else 0
     for report in reports:

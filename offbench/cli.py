@@ -103,7 +103,10 @@ def run(
     ] = None,
     gradient_pool: Annotated[
         str | None,
-        typer.Option(help="stock (default); or compute: sharded gradients in memory that activations can have, too."),
+        typer.Option(
+            help="stock (default); compute: sharded gradients in memory that activations can have, too; auto: as many "
+            "as fit there."
+        ),
     ] = None,
     activation_offload: Annotated[
         bool, typer.Option("--activation-offload", help="Saved block inputs go to host memory too.")

@@ -86,8 +86,9 @@ class ArmSpec(Frozen):
     """kernel: expert counts, loss and norm reach the host without the copy engine (`offbench.offload.readback`)."""
     activation_copies: Literal["copy", "kernel"] = "copy"
     """kernel: with activation offload, block inputs travel without the copy engines, which may be busy with state."""
-    gradient_pool: Literal["stock", "compute"] = "stock"
-    """compute: sharded gradients in memory that activations can have, too (`offbench.offload.gradient_pool`)."""
+    gradient_pool: Literal["stock", "compute", "auto"] = "stock"
+    """compute: sharded gradients in memory that activations can have, too (`offbench.offload.gradient_pool`); auto: as
+    many of them as activations leave room for."""
     memory_limit: int | None = Field(default=None, ge=1)
     """Most bytes that PyTorch's allocator may take on the GPU; null: all there are."""
     chunk_bytes: int | None = Field(default=None, ge=4096)

@@ -72,7 +72,8 @@ def _run(
     env["affinity_joined"] = environment.cpu_list(os.sched_getaffinity(0))
     where.planned(estimate(spec).pinned_bytes)
     job = build(spec, dist.get_rank(), device.torch_device)
-    pool = GradientPool(job.model) if spec.arm.gradient_pool == "compute" else None
+    how = spec.arm.gradient_pool
+    pool = GradientPool(job.model, "auto" if how == "auto" else None) if how != "stock" else None
     progress.enter("pin")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -96,6 +97,7 @@ def _run(
     report = describe(spec, job, optimizer, recorder, log, replica, copy_repeat)
     report.kernel_copies = copies.copies_in if copies is not None else 0
     report.pooled_gradients = pool.made if pool is not None else 0
+    report.gradient_pool_bytes = pool.nbytes if pool is not None else None
     report.pages = where.close(pinned_ranges(job, optimizer))
     report.host.numa = report.pages.numa
     report.link = link

@@ -70,6 +70,8 @@ class RankReport:
     """Reduce-scatter copy-ins that went through our kernels instead of FSDP2's."""
     pooled_gradients: int = 0
     """Results of a reduction that were made in compute's pool."""
+    gradient_pool_bytes: int | None = None
+    """Of the gradients of one backward that are made there."""
     kernel_reads: int = 0
     """Expert counts that reached the host by a kernel instead of a copy."""
     small_copies: SmallCopies | None = None
@@ -248,6 +250,7 @@ def assemble(spec: RunSpec, reports: list[RankReport]) -> dict[str, Any]:
         "reserved": Reserved.worst(r.reserved for r in reports),
         "state": first.state,
         "state_budget_bytes": largest([r.state_budget for r in reports]),
+        "gradient_pool_bytes": largest([r.gradient_pool_bytes for r in reports]),
         "host": host,
         "ranks": [r.pages for r in reports if r.pages is not None],
         "link": link,

@@ -144,6 +144,8 @@ class RunRecord(Row):
     state: StateAt = StateAt()
     state_budget_bytes: int | None = None
     """What `--state-budget auto` came to; null where that was not asked for."""
+    gradient_pool_bytes: int | None = None
+    """Gradients of a backward that are made in compute's pool, largest over ranks; null with FSDP2's own."""
     host: Host = Host()
     ranks: list[RankPages] = Field(default_factory=list)
     """One for each rank of this host."""

@@ -85,7 +85,7 @@ def _axes(options: Options, device: Literal["cuda", "cpu"]) -> dict[str, Any]:
     one_of("--activation-copies", found["activation_copies"], ("copy", "kernel"))
     if options.activation_copies is not None and not options.activation_offload:
         raise UsageError("--activation-copies: only with --activation-offload")
-    one_of("--gradient-pool", found["gradient_pool"], ("stock", "compute"))
+    one_of("--gradient-pool", found["gradient_pool"], ("stock", "compute", "auto"))
     limit = None if options.memory_limit is None else parse_size("--memory-limit", options.memory_limit)
     return {**found, "memory_limit": limit}
 
@@ -110,7 +110,7 @@ def _table(options: Options, chunk: int) -> list[tuple[ArmSpec, bool]]:
         "--fsdp-copies": options.fsdp_copies == "kernel",
         "--readbacks": options.readbacks == "kernel",
         "--activation-copies": options.activation_copies,
-        "--gradient-pool": options.gradient_pool == "compute",
+        "--gradient-pool": options.gradient_pool not in {None, "stock"},
         "--memory-limit": options.memory_limit,
         "--first-step": options.first_step,
         "--state-budget": options.state_budget,

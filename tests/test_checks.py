@@ -25,7 +25,11 @@ NAMES = [
 
 def spec(arm: str = "chunked", mode: str = "real", device: str = "cuda", **options: Any) -> RunSpec:
     """Two ranks of two layers, one step of warm-up and three measured."""
-    ways = {key: options.pop(key) for key in ("fsdp_copies", "readbacks", "gradient_pool") if key in options}
+    ways = {
+        key: options.pop(key)
+        for key in ("fsdp_copies", "readbacks", "gradient_pool", "activation_copies")
+        if key in options
+    }
     knobs = {key: options.pop(key) for key in ("state_budget", "pieces", "staging_bytes") if key in options}
     nproc = 1 if mode == "rehearsal" else 2
     return RunSpec(
@@ -112,13 +116,25 @@ KERNEL_READS = LAYERS * STEPS
         (spec(fsdp_copies=KERNEL), {"kernel_copies": KERNEL_COPIES}),
         (spec(readbacks=KERNEL), {"kernel_reads": KERNEL_READS}),
         (spec(gradient_pool="compute"), {"pooled_gradients": LAYERS * STEPS}),
+        (spec(gradient_pool="auto"), {"pooled_gradients": 3}),
         (spec(readbacks=KERNEL, count_readback=False), {}),
         (spec(activation_offload=True), {"activations": (64, 64, 64)}),
+        (
+            spec(activation_offload=True, activation_copies=KERNEL),
+            {"activations": (64, 64, 64), "kernel_activations": 2 * LAYERS * STEPS},
+        ),
         (spec(mode="rehearsal"), {"untouched": ["router.weight"]}),
     ],
     ids=[
         *("chunked", "overlap", "none", "a budget", "one memory on the CPU", "kernel copies", "kernel reads"),
-        *("compute's pool", "nothing to read back", "activations", "a rehearsal may leave a parameter alone"),
+        *(
+            "compute's pool",
+            "a share of it",
+            "nothing to read back",
+            "activations",
+            "and by kernels",
+            "a rehearsal may leave a parameter alone",
+        ),
     ],
 )
 def test_a_good_launch_passes_every_check(of: RunSpec, fields: dict[str, Any]) -> None:
@@ -191,6 +207,11 @@ def test_activations_go_out_and_come_back() -> None:
     assert seen["activations"] == line
     line = "rank 1: 64 bytes of activations out, 64 back, planned 64 each way"
     assert bad(spec(), "activations", activations=(64, 64, 64)) == line
+    line = "rank 1: 15 block inputs went by kernels, not 16"
+    by_kernels = spec(activation_offload=True, activation_copies=KERNEL)
+    reports = [report(rank, activations=(64, 64, 64), kernel_activations=16 - rank) for rank in range(2)]
+    assert check_launch(by_kernels, reports)["activations"] == line
+    assert check_launch(moved, reports)["activations"] == "rank 0: 16 block inputs went by kernels, not 0"
     seen = check_launch(moved, [report()])
     assert seen["activations"] == "rank 0: 0 bytes of activations out, 0 back, planned 0 each way"
 

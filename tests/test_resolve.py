@@ -131,7 +131,18 @@ def test_world_processes_and_mode(options: Options, machine: Hardware, expected:
             host(),
             "--table seed: its rows fix --gradient-pool; leave it out",
         ),
-        (Options(gradient_pool="own"), host(), "--gradient-pool own: choose stock or compute"),
+        (Options(gradient_pool="own"), host(), "--gradient-pool own: choose stock, compute or auto"),
+        (Options(activation_copies="kernel"), host(), "--activation-copies: only with --activation-offload"),
+        (
+            Options(activation_copies="engine", activation_offload=True),
+            host(),
+            "--activation-copies engine: choose copy or kernel",
+        ),
+        (
+            Options(table="seed", activation_copies="kernel", activation_offload=True),
+            host(),
+            "--table seed: its rows fix --activation-offload; leave it out",
+        ),
         (Options(table="seed", readbacks="kernel"), host(), "--table seed: its rows fix --readbacks; leave it out"),
         (
             Options(memory_limit="9GiB"),

@@ -18,6 +18,11 @@ Note [Who may still use a gradient's memory]
       stream of his own still reads has to name it, too, or make compute wait: FSDP2's own pool forgave that until the
       next reduction.
 
+Note [How many of them]
+    Gradients stay for long. Among activations they take holes in which short-lived memory of the same size would have
+    found a place again, and compute's pool grows instead. So no more should lie there than activations leave free by
+    then: those of the first layers, which are reduced last, when the least of the forward's activations is left.
+
 What is freed while the reducing stream is behind cannot be had at once, so a host that runs a whole step ahead of the
 device reserves as much as before. Only what FSDP2 itself takes for the result of a reduction is moved: where gradients
 are reduced in another dtype than they are kept in, they are copies that stay with the reducing stream, and this moves
@@ -26,8 +31,10 @@ temporaries alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -41,20 +48,31 @@ _STREAMS = ("reduce_scatter_stream", "all_reduce_stream")
 class GradientPool:
     """From now on until `restore`, FSDP2 makes the sharded gradients of `model` in compute's pool.
 
+    nbytes: no more than so many bytes of them, of those that are reduced last; `auto`: as many as compute's pool has
+    free when the second backward reduces its last ones (on devices whose allocator tells, else all); None: all. A
+    share begins with the third backward; what the reducing stream's pool no longer needs then goes back with the
+    `empty_cache()` of the device's module.
+
     Call it after `fully_shard`, on any module above or at what is sharded, and after whatever replaces FSDP2's own
     collectives: groups with others, which allocate as they see fit, stay as they are.
 
     Raises UnknownFSDP when this torch's FSDP2 lacks a private part that this needs.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, nbytes: int | Literal["auto"] | None = None) -> None:
         stock = [group for group in param_groups(model) if _is_stock(group)]
-        self._comms = [_Reduce(group) for group in stock]
+        self._share = _Share(nbytes)
+        self._comms = [_Reduce(group, self._share) for group in stock]
 
     @property
     def groups(self) -> int:
-        """Parameter groups whose gradients are made there."""
-        return len(self._comms)
+        """Parameter groups whose gradients are made there, as far as that is known."""
+        return sum(self._share.has(comm) for comm in self._comms)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients made there in the last backward, or so far in this one, once a group."""
+        return sum(comm.nbytes for comm in self._comms if self._share.has(comm))
 
     @property
     def made(self) -> int:
@@ -75,16 +93,56 @@ def _is_stock(group: Any) -> bool:
     return type(comm).__name__ == "DefaultReduceScatter"
 
 
+class _Share:
+    """Which groups' gradients go to compute's pool."""
+
+    def __init__(self, most: int | Literal["auto"] | None) -> None:
+        self._most = most
+        self._order: dict[_Reduce, int] = {}
+        """Bytes by group, in the order of the first backward."""
+        self._again: set[_Reduce] = set()
+        """Those that were reduced in the second one as well."""
+        self._chosen: set[_Reduce] | None = None
+        """None: not known yet."""
+
+    def has(self, comm: _Reduce) -> bool:
+        """Whether that group's do, as far as is known."""
+        return self._most is None or (self._chosen is not None and comm in self._chosen)
+
+    def reduced(self, comm: _Reduce, nbytes: int, free: Callable[[], int | None]) -> None:
+        """A group is reduced to so many bytes; free: what compute's pool has left, None where nobody knows."""
+        if self._most is None or self._chosen is not None:
+            return
+        if comm not in self._order:
+            self._order[comm] = nbytes
+            return
+        self._again.add(comm)
+        if len(self._again) == len(self._order):
+            room = free() if self._most == "auto" else self._most
+            self._chosen = set(self._last(sum(self._order.values()) if room is None else room))
+
+    def _last(self, room: int) -> Iterator[_Reduce]:
+        """Those that are reduced last, as far as they all fit."""
+        for comm, nbytes in reversed(self._order.items()):
+            room -= nbytes
+            if room < 0:
+                return
+            yield comm
+
+
 class _Reduce:
     """A group's reduce-scatter. FSDP2 asks it for the memory of the input, then, on the reducing stream, of the
     result, and calls it."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, share: _Share) -> None:
         self._group = group
+        self._share = share
         self._own = getattr(group, _COMM)
         self._compute: Any = None
         """The stream that the input was asked for on."""
         self.made = 0
+        self.nbytes = 0
+        """Of the last result."""
         setattr(group, _COMM, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,15 +158,20 @@ class _Reduce:
         if current != side[0]:
             self._compute = current
             return self._take(size, dtype, device)
-        if self._compute is None:
+        compute, self._compute = self._compute, None
+        if compute is None:
             return self._take(size, dtype, device)
-        with module.stream(self._compute):
+        self.nbytes = math.prod(size) * dtype.itemsize
+        is_there = self._share.has(self)
+        self._share.reduced(self, self.nbytes, lambda: _free(module, device, compute))
+        if not is_there:
+            return self._take(size, dtype, device)
+        with module.stream(compute):
             result = self._take(size, dtype, device)
-        side[0].wait_stream(self._compute)
+        side[0].wait_stream(compute)
         if device.type != "cpu":  # nothing is ever in flight there, and record_stream raises
             for stream in side:
                 result.record_stream(stream)
-        self._compute = None
         self.made += 1
         return result
 
@@ -127,3 +190,17 @@ class _Reduce:
         if stream is None:
             raise UnknownFSDP(f"torch {torch.__version__}: FSDP2's communication context has no {name}")
         return stream
+
+
+def _free(module: ModuleType, device: torch.device, compute: Any) -> int | None:
+    """Bytes that compute's pool holds and nobody uses; None where the allocator does not tell."""
+    snapshot = getattr(module, "memory_snapshot", None)
+    if snapshot is None:
+        return None
+    own: list[dict[str, Any]] = [
+        one
+        for one in snapshot()
+        if (one["device"], one["stream"]) == (device.index, compute.cuda_stream)
+        and tuple(one.get("segment_pool_id", (0, 0))) == (0, 0)  # not a private pool
+    ]
+    return sum(int(one["total_size"]) - int(one["active_size"]) for one in own)

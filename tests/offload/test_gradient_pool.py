@@ -5,7 +5,7 @@ back. On a CPU streams have names only: which one is current is seen, what they 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +54,7 @@ def sharded(reduce: torch.dtype = FP32, mesh_shape: Sequence[int] | None = None)
     return model
 
 
-def train(model: nn.ModuleList, accumulate: int = 1) -> list[torch.Tensor]:
+def train(model: nn.ModuleList, accumulate: int = 1, after: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         for micro in range(accumulate):
@@ -65,6 +65,7 @@ def train(model: nn.ModuleList, accumulate: int = 1) -> list[torch.Tensor]:
             x.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        after()
     return [p.to_local().detach().clone() for p in model.parameters()]
 
 
@@ -208,7 +209,7 @@ def test_every_stream_that_uses_a_result_is_named_to_the_allocator(
     context = SimpleNamespace(reduce_scatter_stream=reducing, all_reduce_stream=all_reducing)
     own, there = SimpleNamespace(allocate=allocate), hook if has_hook else None
     group = SimpleNamespace(_reduce_scatter_comm=own, comm_ctx=context, _all_reduce_hook_stream=there)
-    one, device = gradient_pool._Reduce(group), SimpleNamespace(type="cuda")
+    one, device = gradient_pool._Reduce(group, gradient_pool._Share(None)), SimpleNamespace(type="cuda")
     one.allocate((4,), dtype=FP32, device=device)  # type: ignore[arg-type]
     with stream(reducing):
         one.allocate((2,), dtype=FP32, device=device)  # type: ignore[arg-type]
@@ -244,3 +245,57 @@ def test_others_collectives_are_left_alone_and_a_missing_part_is_said() -> None:
         assert (groups, made) == (1, STEPS)
         assert kept
         assert text == f"torch {torch.__version__}: FSDPParamGroup has no _reduce_scatter_comm"
+
+
+def shared_out(rank: int, nbytes: Any, free: int | None) -> tuple[bool, list[list[int]], int, int]:
+    """Whether bits are equal; by step what each layer's group has made there so far; groups and bytes at the end."""
+    expected = train(sharded())
+    gradient_pool._free = lambda *_: free
+    model = sharded()
+    pool = GradientPool(model, nbytes)
+    comms = [group._reduce_scatter_comm for group in param_groups(model)]
+    made = []
+    ends = train(model, after=lambda: made.append([comm.made for comm in comms]))
+    equal = all(torch.equal(a, b) for a, b in zip(expected, ends, strict=True))
+    return equal, made, pool.groups, pool.nbytes
+
+
+LAYER_BYTES = (6 * 6 + 6) * 4
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "free", "chosen"),
+    [
+        (LAYER_BYTES, None, [1, 0]),
+        (2 * LAYER_BYTES - 1, None, [1, 0]),
+        (2 * LAYER_BYTES, None, [1, 1]),
+        (LAYER_BYTES - 1, None, [0, 0]),
+        ("auto", LAYER_BYTES, [1, 0]),
+        ("auto", 0, [0, 0]),
+        ("auto", None, [1, 1]),
+    ],
+)
+def test_a_share_is_what_is_reduced_last_from_the_third_backward_on(nbytes: Any, free: Any, chosen: list[int]) -> None:
+    """The first layer is reduced last."""
+    ((equal, made, groups, held),) = on_ranks(1, shared_out, nbytes, free)
+    assert equal
+    assert made == [[0, 0], [0, 0], chosen]
+    assert (groups, held) == (sum(chosen), sum(chosen) * LAYER_BYTES)
+
+
+def test_what_is_free_is_that_of_computes_own_pool() -> None:
+    def segment(device: int, stream: int, pool: tuple[int, int]) -> dict[str, Any]:
+        sizes = {"total_size": 100, "active_size": 30}
+        return {"device": device, "stream": stream, "segment_pool_id": pool, **sizes}
+
+    found = [
+        segment(0, 7, (0, 0)),
+        segment(0, 7, (0, 0)),
+        segment(0, 8, (0, 0)),
+        segment(1, 7, (0, 0)),
+        segment(0, 7, (1, 0)),
+    ]
+    module: Any = SimpleNamespace(memory_snapshot=lambda: found)
+    compute = SimpleNamespace(cuda_stream=7)
+    assert gradient_pool._free(module, torch.device("cuda", 0), compute) == 140
+    assert gradient_pool._free(SimpleNamespace(), torch.device("cpu"), None) is None  # type: ignore[arg-type]

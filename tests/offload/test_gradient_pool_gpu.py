@@ -64,18 +64,18 @@ def pools(device: torch.device, tensors: list[torch.Tensor]) -> set[bool]:
     return found
 
 
-def in_turn(device: torch.device, pooled: bool) -> tuple[set[bool], int, int]:
+def in_turn(device: torch.device, pooled: bool, share: Any = None, rounds: int = 2) -> tuple[set[bool], int, int]:
     """Whose the gradients' memory is, and the most reserved and allocated when gradients come and, after them,
     activations larger than all that a backward takes; of a size, so that little is lost to fragments."""
     model = model_of(device, 2048)
-    pool = GradientPool(model) if pooled else None
+    pool = GradientPool(model, share) if pooled else None
     is_cuda = device.type == "cuda"
     gc.collect()  # FSDP2's modules are in cycles: what is left of others is no part of this one's memory
     if is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     whose: set[bool] = set()
-    for _ in range(2):
+    for _ in range(rounds):
         model(torch.ones(2, 2048, device=device)).backward()
         gradients = [p.grad.to_local() for p in model.parameters()]
         whose |= pools(device, gradients) if is_cuda else set()
@@ -85,7 +85,8 @@ def in_turn(device: torch.device, pooled: bool) -> tuple[set[bool], int, int]:
         activations = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(4 * LAYERS)]
         del activations
     if pool is not None:
-        assert pool.made == 2 * LAYERS
+        assert pool.groups == LAYERS, "activations leave room for all"
+        assert pool.made == LAYERS * (rounds - 2 * (share is not None))
         pool.restore()
     if not is_cuda:
         return whose, 0, 0
@@ -138,6 +139,7 @@ def _child(_: int, path: str) -> None:
     init_rehearsal(0, WORLD)
     torch.use_deterministic_algorithms(True, warn_only=True)
     found = {pooled: (in_turn(device, pooled), accumulated(device, pooled)) for pooled in (False, True)}
+    assert in_turn(device, True, "auto", 3)[0] == {False, True}, "a pool of its own first, compute's from the third on"
     Path(path).write_bytes(pickle.dumps(found))  # more than a queue takes before somebody reads it
     dist.destroy_process_group()
 
