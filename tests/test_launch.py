@@ -242,7 +242,10 @@ def no_activation_offload() -> None:
 
 
 def no_pool() -> None:
-    GradientPool.__init__ = lambda self, model: setattr(self, "_comms", [])  # type: ignore[method-assign]
+    def empty(self: GradientPool, *_: object) -> None:
+        self._comms = []
+
+    GradientPool.__init__ = empty  # type: ignore[method-assign]
 
 
 SABOTAGE = {

@@ -29,7 +29,7 @@ from tests.offload.test_engine import SCHEDULES
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
-STEPS, SOAK = 200, 500
+STEPS, SOAK = 200, 300
 SIDES = dict.fromkeys(("in", "update", "out"), "random")
 MIB = 1 << 20
 

@@ -102,8 +102,10 @@ def compare(results: list[tuple[Any, ...]], ep: int) -> tuple[list[Sent], list[s
 
 
 def each_arm(rank: int, spec: RunSpec) -> dict[Any, Any]:
-    cases = [(arm, sparse) for arm in ARMS for sparse in (False, True)]
-    return {case: trained(rank, spec, *case, True, SLIGHT) for case in cases}
+    """Whole and by deltas on two ranks that share the experts, elsewhere one or the other in turn."""
+    turns = [(arm, bool(at % 2)) for at, arm in enumerate(ARMS)]
+    others = [(arm, not sparse) for arm, sparse in turns] if spec.workload.ep > 1 else []
+    return {case: trained(rank, spec, *case, True, SLIGHT) for case in turns + others}
 
 
 @pytest.mark.parametrize(("world", "ep"), [(2, 1), (2, 2), (3, 1), (1, 1)])
