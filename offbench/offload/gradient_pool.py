@@ -50,8 +50,8 @@ class GradientPool:
 
     nbytes: no more than so many bytes of them, of those that are reduced last; `auto`: as many as compute's pool has
     free when the second backward reduces its last ones (on devices whose allocator tells, else all); None: all. A
-    share begins with the third backward; what the reducing stream's pool no longer needs then goes back with the
-    `empty_cache()` of the device's module.
+    share begins with the third backward. What the reducing stream's pool no longer needs then stays reserved until the
+    allocator's cache is given back, which is worth doing once, after the third step.
 
     Call it after `fully_shard`, on any module above or at what is sharded, and after whatever replaces FSDP2's own
     collectives: groups with others, which allocate as they see fit, stay as they are.

@@ -102,9 +102,10 @@ def compare(results: list[tuple[Any, ...]], ep: int) -> tuple[list[Sent], list[s
 
 
 def each_arm(rank: int, spec: RunSpec) -> dict[Any, Any]:
-    """Whole and by deltas on two ranks that share the experts, elsewhere one or the other in turn."""
+    """Whole or by deltas in turn; on two ranks that share the experts both for arms that defer updates."""
     turns = [(arm, bool(at % 2)) for at, arm in enumerate(ARMS)]
-    others = [(arm, not sparse) for arm, sparse in turns] if spec.workload.ep > 1 else []
+    deferred = {arm for arm in ARMS if ARMS[arm].schedule(ARMS[arm].resolve()).deferred}
+    others = [(arm, not sparse) for arm, sparse in turns if arm in deferred and spec.workload.ep > 1]
     return {case: trained(rank, spec, *case, True, SLIGHT) for case in turns + others}
 
 
