@@ -70,7 +70,7 @@ def next_step(row: Row, numa_nodes: int = 1) -> str:
         return "Try a larger --state-budget, or --arm stream."
     if waits := _small_copies(row.spec):
         return f"Try {waits}."
-    if row.spec.workload.activation_offload and row.spec.arm.activation_copies == "copy" and row.arm != "chunked":
+    if row.spec.workload.activation_offload and _has_engines(row.spec) and row.spec.arm.activation_copies == "copy":
         return "Try --activation-copies kernel: block inputs wait for state on the copy engines."
     if row.arm == "stream":
         return "Try a larger --state-budget."
@@ -81,10 +81,15 @@ def next_step(row: Row, numa_nodes: int = 1) -> str:
 def _small_copies(spec: RunSpec) -> str:
     """The options that keep small copies from waiting behind bulk ones, as far as they are not in use."""
     arm = spec.arm
-    if spec.mode.device == "cpu":  # nothing is copied there
+    if not _has_engines(spec):
         return ""
     unused = [("--fsdp-copies kernel", arm.fsdp_copies == "stock"), ("--readbacks kernel", arm.readbacks == "copy")]
     return " ".join(flag for flag, missing in unused if missing)
+
+
+def _has_engines(spec: RunSpec) -> bool:
+    """Whether copies may wait for each other: on a CPU nothing is copied."""
+    return spec.mode.device != "cpu"
 
 
 def _after_failure(status: str, spec: RunSpec) -> str:

@@ -25,10 +25,11 @@ def test_cpu_counts_nothing_and_never_says_zero() -> None:
         device.reserved,
         device.peak_allocated,
         device.peak_reserved,
+        device.alloc_retries,
         device.used,
         device.limit,
     )
-    assert [figure() for figure in figures] == [None] * 6
+    assert [figure() for figure in figures] == [None] * 7
     assert device.pci_bus_id is None
     assert device.name == "cpu"
 

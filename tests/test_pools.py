@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from offbench.device import Device
-from offbench.pools import PoolWatch, summed_up
+from offbench.pools import PoolWatch, names, summed_up
 from offbench.record import Pool, Reserved
 
 GIB = 1 << 30
@@ -66,6 +68,16 @@ def test_each_part_of_what_is_reserved() -> None:
 def test_a_step_with_more_events_than_are_kept_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbench.pools._MOST_EVENTS", 12)
     assert summed_up(SNAPSHOT, 0, {}) is None
+
+
+def test_a_pool_is_called_after_its_stream_and_computes_own_name_goes_first() -> None:
+    """Streams come from a small set, so two of them may be one."""
+
+    def stream(handle: int) -> Any:
+        return SimpleNamespace(cuda_stream=handle)
+
+    side = {"in": stream(1), "out": stream(2), "update": stream(0)}
+    assert names(nn.Linear(1, 1), side, stream(0)) == {1: "optimizer in", 2: "optimizer out", 0: "compute"}
 
 
 def test_the_cpu_has_no_pools() -> None:

@@ -606,6 +606,23 @@ def test_small_copies_get_out_of_the_way_before_more_memory_is_spent(of: RunSpec
 
 
 @pytest.mark.parametrize(
+    ("device", "copies", "advice"),
+    [
+        ("cuda", "copy", "Try --activation-copies kernel: block inputs wait for state on the copy engines."),
+        ("cuda", "kernel", "Try a larger --state-budget."),
+        ("cpu", "copy", "Try a larger --state-budget."),
+    ],
+)
+def test_activations_get_out_of_the_way_before_more_memory_is_spent(device: str, copies: str, advice: str) -> None:
+    ways = {"fsdp_copies": "kernel", "readbacks": "kernel", "activation_copies": copies}
+    both = [chosen(arm, device, **ways) for arm in ("none", "stream")]
+    none, stream = (
+        of.model_copy(update={"workload": of.workload.model_copy(update={"activation_offload": True})}) for of in both
+    )
+    assert verdicts([record(none), record(stream, 2.5)])[1].endswith(". " + advice)
+
+
+@pytest.mark.parametrize(
     ("records", "nodes", "advice"),
     [
         ([record(spec("overlap"), 2.0)], 1, "Add --arm none to see what it costs."),

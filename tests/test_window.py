@@ -43,6 +43,10 @@ class ScriptedDevice(CpuDevice):
         self.log.append("reset")
         self.peak = self.held
 
+    def alloc_retries(self) -> int | None:
+        """Two a second."""
+        return round(2 * self.now)
+
     def used(self) -> int | None:
         return self.held + 2
 
@@ -139,6 +143,7 @@ def test_peaks_are_of_the_first_step_and_of_the_window_alone() -> None:
     assert result.peak.steady_allocated_bytes == 800, "the second warm-up step reached 900"
     assert result.peak.device_used_bytes == 102
     assert result.peak.staging_bytes is None
+    assert result.peak.alloc_retries == round(2 * result.window_s) == 17, "those of the window alone"
     assert device.log == ["reset", "reset", "drain", "synchronize"]
 
 
