@@ -157,9 +157,15 @@ def traced(folder: Path, record: Record) -> list[dict[str, Any]]:
 
 def test_a_rehearsal_on_the_cpu(tmp_path: Path) -> None:
     options = ["--arm", "none", "--arm", "stream", "--mode", "rehearsal", "--world", "8", "--nproc", "1", "--ep", "8"]
-    options += ["--profile", str(tmp_path / "traces")]
-    code, found = fork(tmp_path / "r.jsonl", *options, "--warmup", "1", "--steps", "2", "--activation-offload")
+    options += ["--profile", str(tmp_path / "traces"), "--gradient-pool", "auto"]
+    options += ["--activation-offload", "--activation-copies", "kernel"]
+    code, found = fork(tmp_path / "r.jsonl", *options, "--warmup", "1", "--steps", "2")
     assert code == 0, found
+    for record in found:
+        assert record["checks"]["activations"] == "ok"
+        assert record["small_copies"]["readbacks_per_step"] > 0
+        # Nobody counts memory here, so all of them, from the third backward on: fp32, one value a parameter.
+        assert record["gradient_pool_bytes"] == pytest.approx(4 * record["local_params"], rel=0.02), "but for padding"
     first, second = found
     assert first["spec"]["mode"]["kind"] == "rehearsal"
     assert [s["loss"] for s in first["steps"]] == [s["loss"] for s in second["steps"]]
@@ -176,7 +182,10 @@ def test_two_more_windows_check_the_step(tmp_path: Path) -> None:
     """Under torchrun, with a trace, too."""
     options = ["--arm", "chunked", "--mode", "rehearsal", "--world", "2", "--nproc", "1", "--layers", "1"]
     options += ["--profile", str(tmp_path / "traces")]
-    done, (record,) = launch(tmp_path / "w.jsonl", *options, "--warmup", "1", "--steps", "2", "--check-window")
+    options += ["--check-window", "--no-watch"]
+    done, (record,) = launch(tmp_path / "w.jsonl", *options, "--warmup", "1", "--steps", "2")
+    assert record["small_copies"] is None, "nobody watched"
+    assert record["gradient_pool_bytes"] is None, "FSDP2's own"
     assert record["window_slope_s"] > 0
     # A CPU's steps may well differ by more than 0.5 %: then the launch is invalid, for this reason alone.
     wrong = [name for name, found in record["checks"].items() if found != "ok"]
