@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from offbench import arms, bandwidth, environment, pools, profiler
 from offbench.auto_budget import AutoBudget
@@ -72,8 +73,7 @@ def _run(
     env["affinity_joined"] = environment.cpu_list(os.sched_getaffinity(0))
     where.planned(estimate(spec).pinned_bytes)
     job = build(spec, dist.get_rank(), device.torch_device)
-    how = spec.arm.gradient_pool
-    pool = GradientPool(job.model, "auto" if how == "auto" else None) if how != "stock" else None
+    pool = pool_of(spec.arm.gradient_pool, job.model)
     progress.enter("pin")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -172,6 +172,11 @@ def join(spec: RunSpec, local_rank: int, device: Device) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device.torch_device)
     else:
         dist.init_process_group("gloo")
+
+
+def pool_of(how: str, model: nn.Module) -> GradientPool | None:
+    """What --gradient-pool asks for."""
+    return None if how == "stock" else GradientPool(model, "auto" if how == "auto" else None)
 
 
 def make_optimizer(spec: RunSpec, job: Job, copy_repeat: float) -> OffloadedAdamW:

@@ -1,4 +1,4 @@
-"""What only the first steps needed is given back before the window, once, unless a budget has its own times for it."""
+"""A rank up to its window: which gradient pool it makes, and that what only the first steps needed goes back, once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from torch import nn
 from offbench import rank
 from offbench.device import CpuDevice
 from offbench.window import WindowRecorder
+
+
+def test_each_gradient_pool_that_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "GradientPool", lambda model, nbytes: ("pool", nbytes))
+    found = [rank.pool_of(how, nn.Identity()) for how in ("stock", "compute", "auto")]
+    assert found == [None, ("pool", None), ("pool", "auto")]
 
 
 class Counted(CpuDevice):
