@@ -88,7 +88,7 @@ def test_one_command_makes_a_table_of_several_budgets_and_goes_on(
 
     results = tmp_path / "budgets.jsonl"
     words = ("--arm", "stream --state-budget 4KiB --chunk 64KiB", "--arm", "stream --chunk 64KiB")
-    words += ("--nproc", "1", "--warmup", "1", "--steps", "1", "--resume")
+    words += ("--nproc", "1", "--warmup", "1", "--steps", "1", "--resume", "--no-watch")
     code, found = fork(results, *words)
     assert code == 0, found
     rounds = [(record["spec"]["arm"]["name"], record["launch"]) for record in found]

@@ -227,7 +227,7 @@ def test_a_job_that_no_rank_could_build_is_refused_before_anything_starts(tmp_pa
 
 
 def test_a_state_budget_moves_less(tmp_path: Path) -> None:
-    options = ("--arm", "overlap", "--nproc", "1", "--warmup", "1", "--steps", "2")
+    options = ("--arm", "overlap", "--nproc", "1", "--warmup", "1", "--steps", "2", "--no-watch")
     _, (all_moves,) = fork(tmp_path / "a.jsonl", *options)
     code, (record,) = fork(tmp_path / "b.jsonl", *options, "--state-budget", "2MiB")
     assert code == 0, record
@@ -268,7 +268,18 @@ SABOTAGE = {
 @pytest.mark.parametrize("check", SABOTAGE)
 def test_an_arm_that_does_not_do_its_work_is_invalid(check: str, tmp_path: Path) -> None:
     """Each rank breaks the arm from inside."""
-    options = ("--arm", "overlap", "--activation-offload", "--nproc", "1", "--warmup", "1", "--steps", "1")
+    options = (
+        "--arm",
+        "overlap",
+        "--activation-offload",
+        "--nproc",
+        "1",
+        "--warmup",
+        "1",
+        "--steps",
+        "1",
+        "--no-watch",
+    )
     options += ("--fsdp-copies", "kernel", "--gradient-pool", "compute")
     code, (record,) = fork(tmp_path / "s.jsonl", *options, sabotage=SABOTAGE[check])
     assert code == 1
@@ -276,7 +287,8 @@ def test_an_arm_that_does_not_do_its_work_is_invalid(check: str, tmp_path: Path)
     assert record["reason"].startswith(f"{check}: ")
 
 
-BROADCAST = ("--nproc", "2", "--ep", "2", "--warmup", "2", "--steps", "2", "--broadcast-every", "2", "--lr", "1e-4")
+BROADCAST = ("--nproc", "2", "--ep", "2", "--warmup", "2", "--steps", "2", "--no-watch")
+BROADCAST += ("--broadcast-every", "2", "--lr", "1e-4")
 
 
 def test_weight_broadcasts_are_recorded_and_checked(tmp_path: Path) -> None:
