@@ -65,7 +65,8 @@ def test_where_reserved_memory_lies() -> None:
     grown = [told_apart(RESERVED[at])[1] - told_apart(RESERVED[by])[1] for at, by in ((3, 0), (2, 1))]
     assert "grew by {:.1f} and {:.1f}:".format(*grown) in PROSE
     none, stream, limited = TRIMMED
-    assert f"that saved {gib(pools(RESERVED[1]).reserved_bytes - pools(stream).reserved_bytes):.1f} GiB" in PROSE
+    saved = gib(pools(RESERVED[1]).reserved_bytes - pools(stream).reserved_bytes)
+    assert f"reserved {saved:.1f} GiB less, on another machine" in PROSE
     assert f"the step took {step(limited) - step(stream):.3f} s longer" in PROSE
     less = [gib(none.peak.steady_allocated_bytes) - gib(stream.peak.steady_allocated_bytes)]
     less += [gib(pools(none).reserved_bytes - pools(stream).reserved_bytes)]
@@ -79,7 +80,8 @@ def test_what_the_thirteenth_version_took() -> None:
         assert f"{step(stream):.3f} s, {step(stream) / step(none):.3f} of its `none` and {gap:.3f} s" in PROSE, records
     rates = sorted(gib(int(record.link.both_bytes_per_s or 0)) for record in RESERVED)
     assert f"made {rates[0]:.0f} to {rates[-1]:.0f} GiB/s both ways" in PROSE
-    assert all(record.host_lead and (record.host_lead.least_s or 0) < 1e-4 for record in RESERVED)
+    assert RESERVED[1].host_lead
+    assert max(RESERVED[1].host_lead.lead_s[1:]) < 1e-4, "late for every layer"
 
 
 def test_activations_above_parameters_and_gradients() -> None:
@@ -103,13 +105,17 @@ def test_activations_above_parameters_and_gradients() -> None:
     assert f"than `none` and {peaks[1] - peaks[2]:.1f} more than `chunked`" in PROSE
     held, own = gib(stream.peak.state_at_backward_end_bytes), gib(stream.state.device_bytes)
     assert f"{held:.1f} GiB of state is there when the backward ends: {held - own:.1f} moves in" in PROSE
-    saved = gib(pools(stream).reserved_bytes - pools(pooled).reserved_bytes)
-    assert f"saves {saved:.0f} GiB of reserved memory" in PROSE
-    assert f"saved {saved:.0f} GiB of {gib(pools(stream).reserved_bytes):.1f}" in GUIDE
+    ends = [gib(pools(record).reserved_bytes) for record in (pooled, stream)]
+    assert "{:.1f} GiB reserved instead of {:.1f}".format(*ends) in PROSE
+    assert "it reserved {:.1f} GiB instead of {:.1f}".format(*ends) in GUIDE
+    less = gib(stream.state.device_bytes) - gib(pooled.state.device_bytes)
+    assert f"{less:.1f} of that less state kept" in PROSE
+    in_window = gib(pooled.peak.steady_reserved_bytes)
+    assert f"{in_window:.1f} in the window and {ends[0]:.1f} three steps later" in PROSE
     apart = [told_apart(record)[0] for record in (RESERVED[0], stream)]
     assert "{:.1f} GiB in one measured step, {:.1f} in one whose activations make the peak".format(*apart) in GUIDE
     first = [gib(pools(record).reserved_bytes) for record in (RESERVED[0], RESERVED[3])]
-    assert f"{first[0] - first[1]:.1f} of {first[0]:.1f} for `none`" in GUIDE
+    assert f"{first[1]:.1f} instead of {first[0]:.1f} for `none`" in GUIDE
 
 
 def test_activations_that_are_offloaded_too() -> None:
@@ -121,14 +127,13 @@ def test_activations_that_are_offloaded_too() -> None:
     assert f"took {slow:.2f} times as long as `none` with the same copies, and {fast:.2f} with kernels" in GUIDE
     stay = [step(records[1]) / step(records[0]) for records in (RESERVED, TRIMMED)]
     assert (
-        "stream took {:.3f} of `none` with activations that stay, the second the one where that was {:.3f}".format(
-            *stay
-        )
+        "on the first stream took {:.3f} of `none` with activations that stay, on the second {:.3f}.".format(*stay)
         in PROSE
     )
     assert "({:.2f} and {:.2f} on those two machines".format(*stay) in GUIDE
-    assert 0.09 < slow - stay[0] < 0.11, "a tenth of a step"
-    assert abs(fast - stay[1]) < 0.01
+    costs = [step(a[at]) - step(b[at]) for a, b in ((ENGINE, RESERVED), (KERNEL, TRIMMED)) for at in (1, 0)]
+    words = "cost stream {:.3f} s and `none` {:.3f} s, by kernels {:.3f} and {:.3f} s".format(*costs)
+    assert words in PROSE
     assert f"it is {step(KERNEL[1]) - step(KERNEL[0]):.3f}." in PROSE
     assert f"{gib(KERNEL[0].host.pinned_requested_bytes):.1f} GiB of block inputs go out" in PROSE
 
