@@ -113,7 +113,9 @@ def run(
     ] = False,
     activation_copies: Annotated[
         str | None,
-        typer.Option(help="With it: copy (default), by the copy engines; or kernel, past what state they move."),
+        typer.Option(
+            help="With --activation-offload: copy (default), by the copy engines; or kernel, not behind state."
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="qwen3-30b-a3b or tiny; by default tiny without a GPU.")] = None,
     layers: Annotated[
@@ -194,7 +196,8 @@ def run(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="Keep traces of the steps after the window and of one step's memory, of all ranks, in this folder."
+            help="Keep traces of the steps after the window, and of one watched step's memory, of all ranks in this "
+            "folder."
         ),
     ] = None,
     watch: Annotated[

@@ -15,7 +15,7 @@ from offbench.record import Failure, Status
 
 _ENDED = re.compile(r"\(local_rank: (\d+)\)\s+exitcode\s*: -(\d+)")
 """A rank that a signal ended, in torchrun's summary."""
-AFTERWARDS = "measured, but small copies, window check and traces, which follow, are not all there"
+AFTERWARDS = "measured, but watched steps, window check and traces, which follow, are not all there"
 UNENDED = "all is measured, but the launch did not end as it should"
 
 

@@ -23,7 +23,7 @@ READ = (
     "reserved GiB: in one step after the window, by rank 0's allocator or that of the rank which reserves most; = "
     "allocated at most + held for streams (freed, not yet passed by another stream) + pools apart in time (the most "
     "of each stream's pool comes at another time) + spare in pools (between blocks, or needed outside that step); "
-    "allocator flushes: times in the window that it ran out, gave its cache back and tried again"
+    "allocator flushes: most times of any launch in the window that it ran out, gave its cache back and tried again"
 )
 LEAST_POOL = 1 << 27
 """Bytes (128 MiB) a pool must have to get named."""

@@ -420,6 +420,7 @@ def test_what_launches_cost_beside_the_simulation() -> None:
     less = [-one for one in above if one < 0]
     assert (
         f"took {statistics.median(above):.3f} s longer than simulated in the median of {len(above)} rehearsals on one "
-        f"H200, at most {max(above):.3f} s; {len(less)} took up to {max(less):.3f} s less."
+        f"H200 without offloaded activations, at most {max(above):.3f} s; {len(less)} took up to "
+        f"{max(less):.3f} s less."
     ) in prose
     assert f"took up to {max(above):.2f} s a step longer than simulated" in HOST
